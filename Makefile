@@ -1,0 +1,30 @@
+# Every target makes its own environment; nothing needs to be installed by hand but Python >= 3.11.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.lab            ## compare the methods on handwritten digits; writes runs/digits/report.html
+	$(BIN)/dpscale compare digits --out runs/digits
+
+test: $(VENV)/.test           ## the whole suite
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.test           ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench         ## step time and memory beside plain PyTorch and Opacus
+	$(BIN)/python benchmarks/step.py
+
+# One stamp per extra: torch first and pinned, so that nothing else can pull another build of it.
+$(VENV)/.%: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

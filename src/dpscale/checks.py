@@ -1,0 +1,35 @@
+"""One shape for every complaint about an argument: who, which argument, what it must be, what it was, what to do."""
+
+import math
+from typing import Any
+
+
+def require(ok: bool, owner: str, name: str, must: str, got: Any, action: str = "") -> None:
+    """Raise ``ValueError`` unless ``ok``, naming the argument, its value and the next action."""
+    if not ok:
+        raise ValueError(
+            f"The '{name}' parameter of {owner} must be {must}. Got {got!r} instead."
+            + (f" {action}" if action else "")
+        )
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a real number that is not a bool and not NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def require_positive(owner: str, name: str, value: Any, *, finite: bool = True, action: str = "") -> None:
+    """Raise unless ``value`` is a number > 0 (and finite, unless ``finite=False``)."""
+    ok = is_number(value) and value > 0 and (not finite or math.isfinite(value))
+    require(ok, owner, name, "a finite number > 0" if finite else "a number > 0", value, action)
+
+
+def require_count(owner: str, name: str, value: Any, *, action: str = "") -> None:
+    """Raise unless ``value`` is an int >= 1."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(ok, owner, name, "an integer >= 1", value, action)
+
+
+def require_probability(owner: str, name: str, value: Any, *, action: str = "") -> None:
+    """Raise unless ``0 < value < 1``."""
+    require(is_number(value) and 0 < value < 1, owner, name, "a number in (0, 1)", value, action)
