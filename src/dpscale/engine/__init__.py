@@ -1,0 +1,221 @@
+"""Per-sample gradient norms and their weighted sum, in one forward and one backward."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_structure
+
+from dpscale.checks import require
+from dpscale.engine.capture import Blueprint, BlueprintMismatch, Capture
+from dpscale.engine.combine import Weighted, combine, edges, gradients
+from dpscale.engine.inspection import inspect
+from dpscale.engine.taint import UnsupportedModel as UnsupportedModel
+from dpscale.scaling import Scaling
+
+LossFn = Callable[[Any, Any], Tensor]
+"""``loss_fn(model, batch) -> losses``, one per sample, shape (B,)."""
+
+Points = Sequence[tuple[float, Mapping[str, Tensor]]]
+"""``[(coefficient, {parameter name: tensor}), ...]``: released weights over which gradients are combined."""
+
+_inspected: WeakKeyDictionary[nn.Module, dict[Any, Blueprint]] = WeakKeyDictionary()
+_REMEMBERED = 16  # inspections of one model
+
+
+@dataclass(frozen=True)
+class ScaledSum(Weighted):
+    """What `scaled_sum` returns: the sum, and per sample the norm, the weight and the loss.
+
+    Attributes:
+        losses: per sample, (B,). Like ``norms`` and ``weights`` they are exact, without noise: not for release.
+    """
+
+    losses: Tensor
+
+
+def scaled_sum(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    rule: Scaling,
+    mask: Tensor | None = None,
+    points: Points | None = None,
+) -> ScaledSum:
+    """Σ_i w(‖g_i‖)·g_i over the samples of a batch, by one forward and one backward.
+
+    Guarantee: for a model and loss that treat samples apart (checked on the first call), every sample adds at most
+    ``rule.bound`` to the sum, in norm over all trainable parameters.
+
+    | sample                  | adds                                        |
+    |-------------------------|---------------------------------------------|
+    | masked                  | exactly nothing                             |
+    | gradient inf or NaN     | exactly nothing, and is counted in ignored  |
+    | no sample at all (B=0)  | the sum is zero                             |
+
+    Args:
+        model: any module; parameters with ``requires_grad`` are trained, others are constants.
+        loss_fn: ``loss_fn(model, batch)`` -> per-sample losses, shape (B,); no mean, no sum.
+        batch: any pytree of tensors with the batch as their first dimension.
+        rule: from norm to weight.
+        mask: (B,) bool; False leaves the sample out.
+        points: ``[(coefficient, {name: tensor}), ...]``; the gradient of a sample is then
+            Σ coefficient · ∇loss at those weights, and the norm is that of the combination. None: the model as it is.
+
+    Example:
+        >>> import torch; from torch import nn; import torch.nn.functional as F; from dpscale import Clip, scaled_sum
+        >>> model, x, y = nn.Linear(3, 2), torch.randn(8, 3), torch.zeros(8, dtype=torch.long)
+        >>> out = scaled_sum(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), (x, y), Clip(C=0.1))
+        >>> out.grads["weight"].shape, bool((out.norms * out.weights).max() <= 0.1 + 1e-6)
+        (torch.Size([2, 3]), True)
+    """
+    parameters = trainable(model)
+    samples, device = batch_size(batch)
+    mask = check_mask("scaled_sum", mask, samples, device)
+    points = check_points(points, parameters)
+    if samples == 0:
+        dtype = torch.promote_types(next(iter(parameters.values())).dtype, torch.float32)
+        none = torch.zeros(0, dtype=dtype, device=device)
+        return ScaledSum(losses=none, **vars(combine({}, rule, mask, parameters)))
+
+    def run(data: Any) -> Tensor:
+        return check_losses(loss_fn(model, data), batch_size(data)[0])
+
+    for blueprint in blueprints(model, (_identity(loss_fn), _signature(model, batch)), parameters, run, batch):
+        try:
+            captures, grads, losses = _evaluate(parameters, run, batch, blueprint, mask, points)
+            break
+        except BlueprintMismatch:
+            continue
+    return ScaledSum(losses=losses, **vars(combine(gradients(captures, grads), rule, mask, parameters)))
+
+
+def blueprints(
+    model: nn.Module, signature: Any, parameters: Mapping[str, Tensor], run: Callable[[Any], Any], batch: Any
+) -> Iterator[Blueprint]:
+    """What is known of the model; then, if that did not fit, what a new inspection finds; then an error."""
+    known = _inspected.setdefault(model, {})
+    if signature in known:
+        yield known[signature]
+    known.pop(signature, None)
+    while len(known) >= _REMEMBERED:
+        known.pop(next(iter(known)))
+    known[signature] = inspect(model, parameters, run, batch)
+    yield known[signature]
+    raise UnsupportedModel(
+        "The operations that this model runs change from call to call, so rows cannot be attributed to samples. "
+        "Make the forward run the same operations for every batch."
+    )
+
+
+def _evaluate(
+    parameters: Mapping[str, Tensor], run: Callable[[Any], Tensor], batch: Any, blueprint: Blueprint, mask: Tensor,
+    points: Points | None,
+) -> tuple[list[Capture], list[Sequence[Tensor | None]], Tensor]:  # fmt: skip
+    """A forward and a backward at each point; the coefficient and the mask ride in on the seed of the backward."""
+    captures, grads, losses = [], [], None
+    each: Sequence[tuple[float, Mapping[str, Tensor] | None]] = points or [(1.0, None)]
+    for coefficient, values in each:
+        with torch.enable_grad(), Capture(parameters, values, blueprint, len(mask)) as capture:
+            now = run(batch)
+        capture.finish()
+        captures.append(capture)
+        grads.append(backward(capture, now, coefficient * mask.to(now.dtype)))
+        losses = now.detach()
+    assert losses is not None
+    return captures, grads, losses
+
+
+def backward(capture: Capture, losses: Tensor, seed_B: Tensor) -> Sequence[Tensor | None]:
+    """The gradient at every taped operation's output; no parameter gradients are computed."""
+    if not losses.requires_grad:
+        return [None for _ in edges(capture)]
+    return torch.autograd.grad([losses], edges(capture), [seed_B], allow_unused=True)
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters to train, by name; a tied parameter appears once."""
+    parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ValueError("The model has no trainable parameter. Set requires_grad_(True) on what should be trained.")
+    return parameters
+
+
+def batch_size(batch: Any) -> tuple[int, torch.device]:
+    """The common first dimension of a batch's tensors, and their device."""
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    require(bool(tensors), "scaled_sum", "batch", "a pytree that holds at least one tensor", type(batch).__name__)
+    sizes = [t.shape[0] if t.ndim else None for t in tensors]
+    require(
+        len(set(sizes)) == 1 and sizes[0] is not None,
+        "scaled_sum",
+        "batch",
+        "tensors that agree in their first dimension, the batch",
+        [tuple(t.shape) for t in tensors],
+        "Put what is not per sample into loss_fn's closure.",
+    )
+    return tensors[0].shape[0], tensors[0].device
+
+
+def check_losses(losses: Any, samples: int) -> Tensor:
+    """Losses must be one number per sample."""
+    if not isinstance(losses, Tensor) or losses.shape != (samples,):
+        got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"The losses must be per sample, of shape ({samples},). Got {got} instead. Compute the loss with "
+            "reduction='none'; average over positions within a sample, never over the batch."
+        )
+    return losses
+
+
+def check_mask(owner: str, mask: Tensor | None, samples: int, device: torch.device) -> Tensor:
+    """A bool per sample; all True when none is given."""
+    if mask is None:
+        return torch.ones(samples, dtype=torch.bool, device=device)
+    ok = isinstance(mask, Tensor) and mask.shape == (samples,) and mask.dtype == torch.bool
+    got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else mask
+    require(
+        ok,
+        owner,
+        "mask",
+        f"a bool tensor of shape ({samples},), one entry per sample",
+        got,
+        "True keeps a sample.",
+    )
+    return mask.to(device)
+
+
+def check_points(points: Points | None, parameters: Mapping[str, Tensor]) -> Points | None:
+    """Every point must give every trainable parameter a tensor of its shape."""
+    for _, values in points or ():
+        wrong = [n for n, p in parameters.items() if n not in values or values[n].shape != p.shape]
+        require(
+            not wrong, "scaled_sum", "points", "weights with the names and shapes of the trainable parameters",
+            f"a point without a fitting {wrong[:3]}", "Take them from dict(model.named_parameters()).",
+        )  # fmt: skip
+    return points or None
+
+
+def _identity(loss_fn: LossFn) -> Any:
+    """What tells one loss function from another without keeping it alive. A bound method is new at every access."""
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    try:
+        return weakref.ref(owner), getattr(loss_fn, "__func__", None)
+    except TypeError:  # cannot be referred to weakly, so it is kept: an id alone could come to mean another function
+        return owner, loss_fn
+
+
+def _signature(model: nn.Module, batch: Any) -> Any:
+    """When this changes, what the inspection found may no longer hold."""
+    return (
+        tuple(m.training for m in model.modules()),
+        tuple(n for n, p in model.named_parameters() if p.requires_grad),
+        str(tree_structure(batch)),
+        tuple((t.dtype, t.ndim) for t in tree_leaves(batch) if isinstance(t, Tensor)),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+    )

@@ -1,0 +1,284 @@
+"""Meets every operation that consumes a trainable parameter, whatever module (or none) called it.
+
+`Meeting` is a torch-function mode: it sees each call of a torch operation before it runs. A composite written in Python
+(`layer_norm`, `multi_head_attention_forward`) is entered, so that what is met are the few operations underneath.
+
+`Capture` runs the forward with every parameter detached, so that the backward computes no parameter gradients, and
+notes for each met operation its inputs and the edge of the autograd graph at its output. The gradient that later
+arrives at that edge is all a rule needs. Nothing is hung on parameters, and no hook depends on the order of anything.
+"""
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dpscale.engine.layout import Layout
+from dpscale.engine.rules import Rule
+from dpscale.engine.taint import UnsupportedModel
+
+Kind = Literal["rows", "expanded", "shared", "plain"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the inspection found out about one operation that consumes parameters.
+
+    Attributes:
+        function: the operation.
+        kind: ``rows``: its output carries the batch, and parameters meet data here;
+            ``expanded``: no data is in it, but it repeats a parameter once per sample;
+            ``shared``: a function of parameters alone, which later operations consume as if it were one;
+            ``plain``: nothing to differentiate (a shape, a comparison).
+        rule: how to form per-sample gradients; None for the generic rule.
+        layouts: where the samples are, of differentiable outputs ("out0", …) and of arguments (by the rule's names, or "0", "1", …).
+    """
+
+    function: Callable[..., Any]
+    kind: Kind
+    rule: Rule | None = None
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+
+
+@dataclass
+class Met:
+    """One operation as it ran: what a rule needs once the output gradients are known."""
+
+    site: Site
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keys: dict[int, str]
+    edges: dict[int, GradientEdge]
+    versions: list[tuple[Tensor, int]]
+
+
+class Blueprint(tuple[Site, ...]):
+    """The sites of a model in the order in which its forward meets them."""
+
+
+class BlueprintMismatch(Exception):
+    """The forward met other operations than the inspection did; inspect again."""
+
+
+class Meeting(TorchFunctionMode):
+    """Finds the calls that consume a tensor of ``keys`` (id -> name) and hands them to ``meet``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: dict[int, str] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(id(t) in self.keys for t in tensors_in(args, kwargs)):
+            return self.pass_by(func, args, kwargs)
+        inside = enter(func)
+        if inside is not None:
+            with self:
+                return inside(*args, **kwargs)
+        return self.meet(func, args, kwargs)
+
+    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation that consumes no parameter."""
+        return func(*args, **kwargs)
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation that does."""
+        raise NotImplementedError
+
+
+class Capture(Meeting):
+    """Runs a forward at ``values`` and tapes what the parameters met.
+
+    Args:
+        parameters: the trainable parameters, by name.
+        values: what to take in their place (a released point), or None for what they hold.
+        blueprint: from the inspection of this model.
+        samples: B.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        values: Mapping[str, Tensor] | None,
+        blueprint: Blueprint,
+        samples: int,
+    ) -> None:
+        super().__init__()
+        # Leaves stand in for the parameters. Gradients reach them only through functions of parameters alone.
+        self.leaves = {n: (values or parameters)[n].detach().requires_grad_() for n in parameters}
+        self.keys = {id(p): n for n, p in parameters.items()}
+        self.stand_in: dict[int, Tensor] = {id(p): self.leaves[n] for n, p in parameters.items()}
+        self.derived: dict[str, Tensor] = {}
+        self.met: list[Met] = []
+        self.samples = samples
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._blueprint = blueprint
+        self._position = 0
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Follow the blueprint: run on detached parameters and tape, or build a function of parameters alone."""
+        flat, spec = tree_flatten((args, kwargs))
+        standing = [self.stand_in.get(id(t), t) if isinstance(t, Tensor) else t for t in flat]
+        if not torch.is_grad_enabled():
+            args, kwargs = tree_unflatten(standing, spec)
+            return func(*args, **kwargs)
+        site = self._next(func)
+        if site.kind in ("plain", "shared"):
+            args, kwargs = tree_unflatten(standing, spec)
+            out = func(*args, **kwargs)
+            if site.kind == "shared":
+                self._derive(out)
+            return out
+        keys = {k: self.keys[id(t)] for k, t in enumerate(flat) if isinstance(t, Tensor) and id(t) in self.keys}
+        if site.kind == "expanded":
+            args, kwargs = tree_unflatten(standing, spec)
+            whole = func(*args, **kwargs)
+            key = self._derive(whole, met=False)
+            out = self._sourced(lambda: whole.detach())
+            self._tape(site, (whole,), {}, {0: key}, out)
+            return out
+        standing = [t.detach() if k in keys else t for k, t in enumerate(standing)]
+        args, kwargs = tree_unflatten(standing, spec)
+        saved = (args[0].clone(), *args[1:]) if in_place(func) else args
+        if any(isinstance(t, Tensor) and t.requires_grad for t in standing):
+            out = func(*args, **kwargs)
+        elif in_place(func):
+            raise UnsupportedModel(
+                f"The in-place operation {func.__name__} writes parameter {next(iter(keys.values()))!r} into a tensor that "
+                "depends on no other parameter. Use the operation that is not in place."
+            )
+        else:
+            out = self._sourced(lambda: func(*args, **kwargs))
+        self._tape(site, saved, kwargs, keys, out)
+        return out
+
+    def finish(self) -> None:
+        """Say so if the forward met fewer operations than the blueprint has."""
+        if self._position != len(self._blueprint):
+            raise BlueprintMismatch
+
+    def _next(self, func: Callable[..., Any]) -> Site:
+        if self._position >= len(self._blueprint) or self._blueprint[self._position].function != func:
+            raise BlueprintMismatch
+        self._position += 1
+        return self._blueprint[self._position - 1]
+
+    def _derive(self, out: Any, met: bool = True) -> str:
+        """Remember a function of parameters; with ``met``, later operations on it are met as on a parameter."""
+        key = ""
+        for t in tree_flatten(out)[0]:
+            if isinstance(t, Tensor) and t.requires_grad:
+                key = f"~{len(self.derived)}"
+                self.derived[key] = t
+                if met:
+                    self.keys[id(t)] = key
+                    self.stand_in[id(t)] = t
+        return key
+
+    def _sourced(self, run: Callable[[], Any]) -> Any:
+        """Run an operation none of whose inputs is differentiable, so that its output still has an edge to grade."""
+        spec: list[Any] = []
+
+        def tensors() -> tuple[Tensor, ...]:
+            flat, structure = tree_flatten(run())
+            spec.append(structure)
+            return tuple(flat)
+
+        return tree_unflatten(list(_Source.apply(self._anchor, tensors)), spec[0])  # type: ignore[no-untyped-call]
+
+    def _tape(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any], keys: dict[int, str], out: Any) -> None:
+        outputs = dict(enumerate(t for t in tree_flatten(out)[0] if isinstance(t, Tensor)))
+        outputs = {k: t for k, t in outputs.items() if f"out{k}" in site.layouts}
+        for k, t in outputs.items():
+            layout = site.layouts[f"out{k}"]
+            if t.ndim <= layout.dim or layout.split(t.shape[layout.dim], self.samples) is None:
+                raise BlueprintMismatch
+        inputs = [t for t in tensors_in(args, kwargs) if not in_place(site.function)]
+        versions = [(t, t._version) for t in inputs]
+        edges = {k: get_gradient_edge(t) for k, t in outputs.items()}
+        self.met.append(Met(site, args, kwargs, keys, edges, versions))
+
+
+class _Source(torch.autograd.Function):
+    """A differentiable output with no differentiable input: its edge is where the output gradient is read."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Run the operation."""
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Nothing flows further."""
+        return None, None
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among a call's arguments, one level of lists deep (cat, lstm, einsum)."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, Tensor):
+                    yield item
+
+
+def in_place(func: Callable[..., Any]) -> bool:
+    """Whether an operation writes its first argument: `add_`, `__iadd__`."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+
+
+def out_of_place(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The twin of an in-place operation that leaves its first argument alone; any other operation is its own."""
+    if not in_place(func):
+        return func
+    name = func.__name__
+    twin = getattr(torch.Tensor, f"__{name[3:]}" if name.startswith("__i") else name[:-1], None)
+    if twin is None:
+        raise UnsupportedModel(
+            f"The in-place operation {name} has no twin that is not in place, so it cannot be replayed."
+        )
+    return twin  # type: ignore[no-any-return]
+
+
+_NOT_IN_PLACE = {"__index__", "__int__", "__invert__", "__init__"}
+_PYTHON = ("torch.nn.functional", "torch.functional")
+
+
+@cache
+def enter(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A Python composite of torch's own, as a function whose inner operations the mode sees; None for anything else.
+
+    Such a function starts by handing itself to the mode. Its twin shares its code but answers that question with no.
+    """
+    if not isinstance(func, types.FunctionType) or func.__module__ not in _PYTHON:
+        return None
+
+    def no(*_: Any) -> bool:
+        return False
+
+    asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    twin = types.FunctionType(
+        func.__code__,
+        {**func.__globals__, **dict.fromkeys(asks, no)},
+        func.__name__,
+        func.__defaults__,
+        func.__closure__,
+    )
+    twin.__kwdefaults__ = func.__kwdefaults__
+    return twin

@@ -1,0 +1,161 @@
+"""From taped operations to the answer: per-sample norms, weights, and the weighted sum.
+
+Gradients arrive per operation; norms are per sample over all parameters; a parameter used in several operations, or at
+several points, has the *sum* of those gradients, so its uses are added before the square, never after.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpscale.engine.capture import Capture, Met, out_of_place
+from dpscale.engine.layout import Layout
+from dpscale.engine.rules import Call, Form
+from dpscale.engine.rules.forms import Change, Dense, Drop, Widen, total, wide
+from dpscale.engine.rules.generic import by_name, generic_forms, replay
+from dpscale.engine.taint import UnsupportedModel
+from dpscale.scaling import Scaling
+
+Forms = dict[str, Form]
+"""The per-sample gradients of each parameter."""
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """The weighted sum of one batch's per-sample gradients, and what it was made of.
+
+    Attributes:
+        grads: Σ_i weight_i · gradient_i, by parameter name, in float32 or wider.
+        norms, weights: per sample, (B,); both 0 where masked.
+        ignored: how many samples had a gradient that is not finite; they contribute exactly nothing.
+    """
+
+    grads: dict[str, Tensor]
+    norms: Tensor
+    weights: Tensor
+    ignored: Tensor
+
+
+def gradients(captures: Sequence[Capture], grads: Sequence[Sequence[Tensor | None]]) -> Forms:
+    """The per-sample gradients of each parameter, over all operations and all captures (points).
+
+    Args:
+        captures: forwards that ran.
+        grads: for each, the gradient at each of its `edges`.
+    """
+    uses: dict[str, list[Form]] = {}
+    for capture, arrived in zip(captures, grads, strict=True):
+        through: dict[str, list[Form]] = {}
+        gradient = iter(arrived)
+        for met in capture.met:
+            outputs = {k: g for k, g in zip(met.edges, gradient, strict=False) if g is not None}
+            if outputs:
+                for key, form in _forms(met, outputs, capture.samples):
+                    (through if key in capture.derived else uses).setdefault(key, []).append(form)
+        for name, form in _chained(capture, {k: total(f) for k, f in through.items()}):
+            uses.setdefault(name, []).append(form)
+    return {name: total(forms) for name, forms in uses.items()}
+
+
+def edges(capture: Capture) -> list[torch.autograd.graph.GradientEdge]:
+    """Where a backward must deliver gradients for `gradients`."""
+    return [e for met in capture.met for e in met.edges.values()]
+
+
+def combine(forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor]) -> Weighted:
+    """Norms, then weights, then the sum.
+
+    Guarantee: each sample adds at most ``rule.bound`` to the sum, in norm; one whose gradient is not finite, or that is
+    masked, adds exactly nothing.
+
+    Args:
+        forms: the per-sample gradients.
+        rule: from norm to weight.
+        mask_B: the samples that count.
+        shapes: the parameters, for those that got no gradient (their sum is zero).
+    """
+    norms = _norms(forms, mask_B)
+    finite = torch.isfinite(norms)
+    if not bool(finite.all()):
+        # A float32 square overflows from 1.8e19 on. Look again in float64, where no float32 gradient does.
+        norms = _norms(_map(forms, Widen()), mask_B)
+        finite = torch.isfinite(norms)
+        forms = _map(forms, Drop(finite))
+    counted = finite & mask_B
+    weights = rule.weight(norms).where(counted, 0.0)
+    grads = {
+        name: forms[name].weighted(weights) if name in forms else torch.zeros_like(p, dtype=wide(p.new_empty(0)).dtype)
+        for name, p in shapes.items()
+    }
+    return Weighted(grads, norms.where(mask_B, 0.0), weights, (~finite & mask_B).sum())
+
+
+def _norms(forms: Forms, mask_B: Tensor) -> Tensor:
+    squares = [form.norm2() for form in forms.values()]
+    if not squares:
+        return torch.zeros(len(mask_B), device=mask_B.device)
+    return torch.stack(squares).sum(0).sqrt()
+
+
+def _map(forms: Forms, change: Change) -> Forms:
+    return {name: form.map(change) for name, form in forms.items()}
+
+
+def _forms(met: Met, grads: dict[int, Tensor], samples: int) -> Iterator[tuple[str, Form]]:
+    """One operation's per-sample gradients, by the key of the tensor that they are for."""
+    for t, version in met.versions:
+        if t._version != version:
+            raise UnsupportedModel(
+                f"A tensor that {getattr(met.site.function, '__name__', '?')} needs for the gradient of "
+                f"{next(iter(met.keys.values()))!r} was changed in place afterwards. Use the operation that is not in place."
+            )
+    site = met.site
+    if site.kind == "expanded":
+        yield met.keys[0], Dense(_one_by_one(grads[0], site.layouts["out0"], samples))
+        return
+    flat, spec = by_name(met.args, met.kwargs)
+    if site.rule is None:
+        leaves = {str(k): flat[str(k)] for k in met.keys}
+        call = Call(
+            replay(out_of_place(site.function), spec),
+            flat,
+            samples,
+            site.layouts["out0"],
+            site.layouts,
+            frozenset(leaves),
+        )
+        for slot, form in generic_forms(call, leaves, grads):
+            yield met.keys[int(slot)], form
+        return
+    arguments = site.rule.bind(met.args, met.kwargs)
+    key_of = {id(flat[str(k)]): key for k, key in met.keys.items()}
+    slots = {n: key_of[id(a)] for n, a in arguments.items() if id(a) in key_of}
+    call = Call(site.function, arguments, samples, site.layouts["out0"], site.layouts, frozenset(slots))
+    for slot, form in site.rule.forms(call, grads[0]):
+        yield slots[slot], form
+
+
+def _one_by_one(g: Tensor, layout: Layout, samples: int) -> Tensor:
+    """(B, *shape): for each sample, the gradient in its own rows and zero in the others'."""
+    own = torch.eye(samples, dtype=torch.bool, device=g.device)
+    return torch.stack([g.where(layout.spread(own[i], g), 0) for i in range(samples)])
+
+
+def _chained(capture: Capture, through: Mapping[str, Form]) -> Iterator[tuple[str, Form]]:
+    """Per-sample gradients of functions of parameters, carried back to the parameters themselves."""
+    if not through:
+        return
+    outputs = [capture.derived[k] for k in through]
+    back = torch.autograd.grad(
+        outputs,
+        list(capture.leaves.values()),
+        [form.per_sample().to(t.dtype) for form, t in zip(through.values(), outputs, strict=True)],
+        is_grads_batched=True,
+        allow_unused=True,
+        retain_graph=True,
+    )
+    for name, g in zip(capture.leaves, back, strict=True):
+        if g is not None:
+            yield name, Dense(g)

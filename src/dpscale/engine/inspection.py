@@ -1,0 +1,322 @@
+"""Looks at a model once, on three samples, before it is trusted with a batch.
+
+Whether samples are kept apart cannot be told from class names: a batch norm has many disguises, and a loss can mix
+samples too. So each sample is tainted in turn, and whatever changes in the forward, or receives a gradient from that
+sample's loss in the backward, belongs to it. If it reaches another sample's loss, or a buffer, or rows that cannot all be one
+sample's, the model is refused. The same evidence says which rows of each operation belong to which sample, however
+the model reshapes its batch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from dpscale.engine.capture import Blueprint, Meeting, Site, out_of_place
+from dpscale.engine.layout import Layout, candidates, fit
+from dpscale.engine.rules import RULE_OF, Call
+from dpscale.engine.rules.generic import by_name, replay
+from dpscale.engine.taint import (
+    FEWER,
+    SAMPLES,
+    UnsupportedModel,
+    differs,
+    some,
+    taints,
+    undisturbed,
+    where_samples_meet,
+)
+
+
+@dataclass
+class _Seen:
+    """One met call in one run: copies of what went in and out."""
+
+    function: Callable[..., Any]
+    inputs: list[Any]
+    spec: TreeSpec
+    met: dict[int, str]  # position among the inputs -> the parameter, or the parameters that it is made of
+    outputs: list[Tensor]
+    edges: dict[int, GradientEdge]  # by output; only of those that are differentiable
+    on_data: bool
+    random: bool
+
+    @property
+    def name(self) -> str:
+        return f"{getattr(self.function, '__name__', '?')} (parameter {next(iter(self.met.values()))!r})"
+
+
+class _Probe(Meeting):
+    """A plain run that notes each met call, and which tensors depend on the data."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], batch: Any, expanded: set[int]) -> None:
+        super().__init__()
+        self.keys = {id(p): n for n, p in parameters.items()}
+        self.seen: list[_Seen] = []
+        self._expanded = expanded
+        self._data = {id(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
+        self._held: list[Any] = []  # so that no id is given to another tensor during the run
+
+    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass on the mark of the data."""
+        out = func(*args, **kwargs)
+        if any(id(t) in self._data for t in tree_leaves((args, kwargs))):
+            self._mark(out)
+        return out
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note the call."""
+        if not torch.is_grad_enabled():
+            return self.pass_by(func, args, kwargs)
+        flat, spec = tree_flatten((args, kwargs))
+        met = {k: self.keys[id(t)] for k, t in enumerate(flat) if id(t) in self.keys}
+        on_data = any(id(t) in self._data for t in flat)
+        copies = [t.detach().clone() if isinstance(t, Tensor) and k not in met else t for k, t in enumerate(flat)]
+        before = _random_states()
+        out = func(*args, **kwargs)
+        random = any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True))
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        edges = {k: get_gradient_edge(t) for k, t in enumerate(outputs) if t.requires_grad}
+        record = _Seen(func, copies, spec, met, [t.detach().clone() for t in outputs], edges, on_data, random)
+        self.seen.append(record)
+        if on_data or len(self.seen) - 1 in self._expanded:
+            self._mark(out)
+        else:  # a function of parameters alone: from here on it is met as one
+            for t in outputs:
+                if t.requires_grad:
+                    self.keys[id(t)] = "/".join(met.values())
+            self._held.append(out)
+        return out
+
+    def _mark(self, out: Any) -> None:
+        self._data |= {id(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
+        self._held.append(out)
+
+
+@dataclass
+class _Record:
+    """One run: the met calls, the per-sample outputs, the buffers as the run left them."""
+
+    seen: list[_Seen]
+    outputs: list[Tensor]
+    buffers: list[Tensor]
+
+
+def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[Any], Any], batch: Any) -> Blueprint:
+    """Find out where the samples are in everything that the parameters meet, or refuse the model.
+
+    Args:
+        model: the module; its buffers and the random state are left as they were.
+        parameters: the trainable parameters, by name.
+        run: the computation, from a batch to tensors whose first dimension is the batch (the losses).
+        batch: any batch; up to three of its samples are used.
+
+    Raises:
+        UnsupportedModel: samples are coupled, or a parameter is used where the engine cannot follow.
+    """
+
+    expanded: set[int] = set()  # calls that repeat a parameter once per sample
+
+    def record(data: Any) -> _Record:
+        versions = [p._version for p in parameters.values()]
+        with undisturbed(model):
+            with _Probe(parameters, data, expanded) as probe:
+                out = run(data)
+            buffers = [b.clone() for b in model.buffers()]
+        for (name, p), version in zip(parameters.items(), versions, strict=True):
+            if p._version != version:
+                raise UnsupportedModel(
+                    f"Parameter {name!r} is changed by the forward itself (an Embedding with max_norm does that): the "
+                    "change would depend on the samples and get no noise. Build the layer without it."
+                )
+        return _Record(probe.seen, [t for t in tree_leaves(out) if isinstance(t, Tensor)], buffers)
+
+    probe = some(batch, SAMPLES)
+    while True:  # to know one expansion is to see differently what follows it, so they are found one by one
+        few, base = record(some(batch, FEWER)), record(probe)
+        _check_same_operations(few, base)
+        grown = [k for k, (b, f) in enumerate(zip(base.seen, few.seen, strict=True)) if _grown(b, f) and not b.on_data]
+        if set(grown) <= expanded:
+            break
+        expanded.add(min(set(grown) - expanded))
+    _check_met(parameters, base)
+    touched = _Touched(base)
+    try:
+        touched.by_losses()
+        for i, data in taints(probe):
+            touched.by_sample(i, record(data))
+        return Blueprint(
+            _site(*args) for args in zip(base.seen, few.seen, touched.inputs, touched.outputs, strict=True)
+        )
+    except _Coupled:
+        culprit = where_samples_meet(model, run, batch)
+        raise UnsupportedModel(
+            f"Samples are coupled at {culprit}: what one sample holds reaches another. A per-sample gradient, and so a bound on "
+            "one sample's influence, does not exist then. The usual causes are BatchNorm (replace it by GroupNorm), statistics "
+            "taken over the batch, and a loss that mixes samples or averages over them (use reduction='none')."
+        ) from None
+
+
+class _Coupled(Exception):
+    """Evidence that one sample reaches another."""
+
+
+Masks = list[Tensor]
+"""For each sample, the elements it touched."""
+
+
+class _Touched:
+    """Evidence, for each met call's inputs and outputs, of which elements belong to which sample."""
+
+    def __init__(self, base: _Record) -> None:
+        self.base = base
+        self.inputs: list[dict[int, Masks]] = [
+            {k: _nothing(t) for k, t in enumerate(s.inputs) if isinstance(t, Tensor) and k not in s.met}
+            for s in base.seen
+        ]
+        self.outputs: list[list[Masks]] = [[_nothing(t) for t in s.outputs] for s in base.seen]
+
+    def by_losses(self) -> None:
+        """What each sample's loss sends a gradient to. The seed is NaN, so that no zero factor hides a path."""
+        edges = [(k, j, e) for k, s in enumerate(self.base.seen) for j, e in s.edges.items()]
+        roots = [t for t in self.base.outputs if t.requires_grad]
+        if not edges or not roots:
+            return
+        for i in range(SAMPLES):
+            seeds = [torch.zeros_like(t) for t in roots]
+            for seed in seeds:
+                seed[i] = torch.nan
+            grads = torch.autograd.grad(roots, [e for _, _, e in edges], seeds, retain_graph=True, allow_unused=True)
+            for (k, j, _), g in zip(edges, grads, strict=True):
+                if g is not None:
+                    self.outputs[k][j][i] |= g.ne(0)
+
+    def by_sample(self, i: int, run: _Record) -> None:
+        """What changed when sample ``i`` did; refuse if that is another sample's output, or a buffer."""
+        _check_same_operations(run, self.base)
+        for k, (ours, theirs) in enumerate(zip(self.base.seen, run.seen, strict=True)):
+            for j, masks in enumerate(self.outputs[k]):
+                masks[i] |= differs(ours.outputs[j], theirs.outputs[j])
+            for j, masks in self.inputs[k].items():
+                masks[i] |= differs(ours.inputs[j], theirs.inputs[j])
+        for a, b in zip(self.base.outputs, run.outputs, strict=True):
+            changed = differs(a, b).flatten(1).any(1) if a.ndim > 1 else differs(a, b)
+            others = [j for j in range(len(a)) if j != i] if a.ndim else ...
+            if bool(changed[others].any()):
+                raise _Coupled
+        for a, b in zip(self.base.buffers, run.buffers, strict=True):
+            if bool(differs(a, b).any()):
+                raise UnsupportedModel(
+                    "A buffer of the model is updated from the samples (the running statistics of a BatchNorm?): it would "
+                    "carry them out of training without noise. Replace the layer (BatchNorm by GroupNorm), or stop the update."
+                )
+
+
+def _site(seen: _Seen, small: _Seen, inputs: dict[int, Masks], outputs: list[Masks]) -> Site:
+    """What the evidence says about one met call."""
+    if not seen.edges:
+        return Site(seen.function, "plain")
+    if not seen.on_data and not _grown(seen, small):
+        return Site(seen.function, "shared")
+    layouts = {f"out{j}": _layout(seen, seen.outputs[j], small.outputs[j], outputs[j]) for j in seen.edges}
+    if not seen.on_data:
+        return Site(seen.function, "expanded", layouts=layouts)
+    rule = RULE_OF.get(seen.function)
+    if rule is not None:
+        args, kwargs = tree_unflatten(seen.inputs, seen.spec)
+        arguments = rule.bind(args, kwargs)
+        parameters = [seen.inputs[k] for k in seen.met]
+        wanted = frozenset(n for n, a in arguments.items() if any(a is p for p in parameters))
+        call = Call(seen.function, arguments, SAMPLES, next(iter(layouts.values())), {}, wanted)
+        if wanted <= set(rule.trainable) and rule.accepts(call):
+            return Site(seen.function, "rows", rule, layouts)
+    if seen.random:
+        raise UnsupportedModel(
+            f"{seen.name} draws random numbers inside; replaying it per sample would draw others. Set its dropout to 0, or "
+            "make the dropout an operation of its own."
+        )
+    for k, masks in inputs.items():
+        if seen.inputs[k].shape != small.inputs[k].shape:
+            layouts[str(k)] = _layout(seen, seen.inputs[k], small.inputs[k], masks)
+        elif any(bool(m.any()) for m in masks):
+            raise _Coupled
+    _check_replay(seen, layouts)
+    return Site(seen.function, "rows", None, layouts)
+
+
+def _check_replay(seen: _Seen, layouts: Mapping[str, Layout]) -> None:
+    """The generic rule runs the operation on one sample's rows: that must give the sample's rows of the whole result."""
+    arguments, spec = by_name(*tree_unflatten(seen.inputs, seen.spec))
+    run = replay(out_of_place(seen.function), spec)
+    for i in range(SAMPLES):
+        own = {n: layouts[n].per_sample(t, SAMPLES)[i] for n, t in arguments.items() if n in layouts}
+        try:
+            with torch.no_grad():
+                tensors = [t for t in tree_leaves(run({**arguments, **own})) if isinstance(t, Tensor)]
+            pairs = [(tensors[j], layouts[f"out{j}"].per_sample(seen.outputs[j], SAMPLES)[i]) for j in seen.edges]
+            same = all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, equal_nan=True) for a, b in pairs)
+        except (RuntimeError, IndexError, ValueError):
+            same = False
+        if not same:
+            raise UnsupportedModel(
+                f"{seen.name} has no rule of its own, and run on one sample it does not give that sample's rows of the batch, so "
+                "its per-sample gradients are unknown. Write it with other operations, or freeze the parameter with "
+                "requires_grad_(False)."
+            )
+
+
+def _layout(seen: _Seen, t: Tensor, small: Tensor, masks: Masks) -> Layout:
+    agree = fit(candidates(t.shape, small.shape, SAMPLES, FEWER), masks)
+    if not agree:
+        raise _Coupled
+    if len(agree) > 1 and any(bool(m.any()) for m in masks):
+        raise UnsupportedModel(
+            f"It cannot be told which rows of {seen.name}, of shape {tuple(t.shape)} on {SAMPLES} samples, belong to which "
+            "sample. Keep the batch in a dimension of its own."
+        )
+    return agree[0]
+
+
+def _grown(seen: _Seen, small: _Seen) -> bool:
+    """Whether the output, a function of parameters, is larger for more samples."""
+    return bool(seen.edges) and any(a.shape != b.shape for a, b in zip(seen.outputs, small.outputs, strict=True))
+
+
+def _check_same_operations(a: _Record, b: _Record) -> None:
+    if [s.function for s in a.seen] != [s.function for s in b.seen]:
+        raise UnsupportedModel(
+            "Which operations this model runs depends on the values in the batch (data-dependent control flow), so rows cannot "
+            "be attributed to samples. Make the forward run the same operations for every batch."
+        )
+
+
+def _check_met(parameters: Mapping[str, Tensor], base: _Record) -> None:
+    """Every parameter that plain autograd would train must have been met: refuse, never drop."""
+    roots = [t for t in base.outputs if t.requires_grad]
+    if not roots:
+        raise UnsupportedModel(
+            "The losses depend on no trainable parameter. Check requires_grad of the parameters, and that the loss is computed "
+            "from the model's output without detach() or no_grad()."
+        )
+    seeds = [torch.ones_like(t) for t in roots]
+    grads = torch.autograd.grad(roots, list(parameters.values()), seeds, retain_graph=True, allow_unused=True)
+    met = {name for s in base.seen for names in s.met.values() for name in names.split("/")}
+    for name, g in zip(parameters, grads, strict=True):
+        if g is not None and name not in met:
+            raise UnsupportedModel(
+                f"Parameter {name!r} is used where its operations cannot be seen (a compiled or scripted part?), so its "
+                "per-sample gradients are unknown. Pass the plain module, or freeze it with requires_grad_(False)."
+            )
+
+
+def _nothing(t: Tensor) -> Masks:
+    return [torch.zeros(t.shape, dtype=torch.bool, device=t.device) for _ in range(SAMPLES)]
+
+
+def _random_states() -> list[Tensor]:
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]

@@ -1,0 +1,22 @@
+"""One rule per family of operations; what has none goes to the generic rule."""
+
+from dpscale.engine.rules.base import Call as Call
+from dpscale.engine.rules.base import Rule as Rule
+from dpscale.engine.rules.convolution import Convolution
+from dpscale.engine.rules.embedding import Embedding
+from dpscale.engine.rules.forms import Form as Form
+from dpscale.engine.rules.linear import Linear
+from dpscale.engine.rules.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+
+RULES: tuple[Rule, ...] = (
+    Linear(),
+    Convolution(),
+    Embedding(),
+    LayerNorm(),
+    RMSNorm(),
+    GroupNorm(),
+    InstanceNorm(),
+)
+"""Every rule. Adding one here makes the conformance tests demand cases for it."""
+
+RULE_OF = {function: rule for rule in RULES for function in rule.functions}

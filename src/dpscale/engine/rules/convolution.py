@@ -1,0 +1,134 @@
+"""`conv1d`, `conv2d`, `conv3d`: any stride, padding, dilation and number of groups.
+
+Unfolded into patches, a convolution is a linear layer over positions: sample i's gradient of W is Σ_l g_l patch_lᵀ, so its
+squared norm is that of `Outer`, group by group. The weighted sum needs no patches: it is the ordinary weight gradient
+of the convolution for the output gradient w·g.
+
+Shape suffixes: B samples, K images of one sample, L output positions, C input channels, O output channels, P = C/groups · ∏kernel.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpscale.engine.rules.base import Call, Rule
+from dpscale.engine.rules.forms import Change, Dense, Form, wide
+from dpscale.engine.rules.linear import CHUNK, Outer
+
+
+@dataclass(frozen=True)
+class Patches(Form):
+    """Gradients of a convolution's weight, from its input and output gradient, (B, K, channels, *space)."""
+
+    x: Tensor
+    g: Tensor
+    weight_shape: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def norm2(self) -> Tensor:
+        """Per group, the norm of the outer-product form over patches, a chunk of samples at a time."""
+        patch_numbers = math.prod(self.g.shape[3:]) * self.x.shape[2] * math.prod(self.weight_shape[2:])
+        step = max(1, CHUNK // max(1, self.x.shape[1] * patch_numbers))
+        parts = [self._slice(k, k + step)._outer().norm2() for k in range(0, len(self.x), step)]
+        return torch.cat(parts).view(-1, self.groups).sum(1) if parts else wide(self.x).new_zeros(0)
+
+    def weighted(self, weights_B: Tensor) -> Tensor:
+        """One ordinary weight gradient, at the output gradient weighted per sample."""
+        g = wide(self.g)
+        g = g * weights_B.to(g.dtype).view(-1, *[1] * (g.ndim - 1))
+        _, grad, _ = torch.ops.aten.convolution_backward(
+            g.flatten(0, 1),
+            wide(self.x).flatten(0, 1),
+            g.new_empty(self.weight_shape),
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            [0] * len(self.stride),
+            self.groups,
+            [False, True, False],
+        )
+        assert isinstance(grad, Tensor)
+        return grad
+
+    def per_sample(self) -> Tensor:
+        """(B, O, C/groups, *kernel)."""
+        return self._outer().per_sample().view(-1, *self.weight_shape)
+
+    def map(self, change: Change) -> "Patches":
+        """Change input and output gradient."""
+        return replace(self, x=change(self.x), g=change(self.g))
+
+    def _slice(self, start: int, stop: int) -> "Patches":
+        return replace(self, x=self.x[start:stop], g=self.g[start:stop])
+
+    def _outer(self) -> Outer:
+        """The same gradients as outer products, groups standing beside the samples: (B·groups, K·L, P) and O/groups."""
+        samples, images = self.x.shape[:2]
+        space = len(self.stride)
+        x = wide(self.x).flatten(0, 1)
+        x = F.pad(x, [p for pad in reversed(self.padding) for p in (pad, pad)])
+        for d in range(space):  # a view (B·K, C, *L, *kernel): nothing is copied until the reshape
+            reach = self.dilation[d] * (self.weight_shape[2 + d] - 1) + 1
+            x = x.unfold(2 + d, reach, self.stride[d])[..., :: self.dilation[d]]
+        kernel = tuple(range(2 + space, 2 + 2 * space))
+        x = x.unflatten(0, (samples, images)).unflatten(2, (self.groups, -1))  # (B, K, G, C/G, *L, *kernel)
+        positions = tuple(range(4, 4 + space))
+        order = (0, 2, 1, *positions, 3, *(d + 2 for d in kernel))
+        a = x.permute(order).flatten(-1 - space).flatten(2, -2).flatten(0, 1)
+        g = wide(self.g).unflatten(2, (self.groups, -1))  # (B, K, G, O/G, *L)
+        g = g.permute(0, 2, 1, *positions, 3).flatten(2, -2).flatten(0, 1)
+        return Outer(a, g)
+
+
+class Convolution(Rule):
+    """The rule of `torch.conv1d`, `conv2d` and `conv3d`."""
+
+    functions = (torch.conv1d, torch.conv2d, torch.conv3d)
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    trainable = ("weight", "bias")
+
+    def accepts(self, call: Call) -> bool:
+        """The batch must be in dimension 0."""
+        return call.layout.dim == 0 and call.arguments["input"].ndim == call.arguments["weight"].ndim
+
+    def forms(self, call: Call, g: Tensor) -> Iterator[tuple[str, Form]]:
+        """Patches for the weight, sums over positions for the bias."""
+        weight, g_rows = call.arguments["weight"], call.rows(g)
+        space = weight.ndim - 2
+        if "weight" in call.wanted:
+            stride = _per_dim(call.get("stride", 1), space)
+            dilation = _per_dim(call.get("dilation", 1), space)
+            x = call.rows(call.arguments["input"])
+            x, padding = _padded(x, call.get("padding", 0), dilation, weight.shape[2:])
+            groups = call.get("groups", 1)
+            yield "weight", Patches(x, g_rows, weight.shape, stride, padding, dilation, groups)
+        if "bias" in call.wanted:
+            yield "bias", Dense(wide(g_rows).transpose(1, 2).flatten(2).sum(2))
+
+
+def _per_dim(value: Any, dims: int) -> tuple[int, ...]:
+    """One number per dimension, from a number or a sequence of one or of all."""
+    values = tuple(value) if isinstance(value, Sequence) else (value,)
+    return values * dims if len(values) == 1 else values
+
+
+def _padded(x: Tensor, padding: Any, dilation: Sequence[int], kernel: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
+    """Resolve 'same' and 'valid'. An even reach makes 'same' uneven: then the input itself is padded by the odd cell."""
+    if not isinstance(padding, str):
+        return x, _per_dim(padding, len(kernel))
+    if padding == "valid":
+        return x, (0,) * len(kernel)
+    totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if any(t % 2 for t in totals):
+        x = F.pad(x, [p for t in reversed(totals) for p in (0, t % 2)])
+    return x, tuple(t // 2 for t in totals)

@@ -1,0 +1,109 @@
+"""Per-sample gradients of one parameter, kept in the cheapest shape that is still exact.
+
+An operation never hands over B full gradients. It hands over a *form*: what is needed to say the squared norm of each
+sample's gradient, and to sum those gradients under any weights. Forms add up: a parameter that is used twice has the
+sum of its forms, cross terms included.
+
+Shape suffixes: B samples, T positions of one sample, I inputs, O outputs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+
+class Form(ABC):
+    """The gradients of B samples with respect to one tensor.
+
+    Guarantee: ``norm2()`` and ``weighted(w)`` are exactly what ``per_sample()`` gives, up to rounding, and are computed
+    in float32 or wider whatever the operands are.
+    """
+
+    @abstractmethod
+    def norm2(self) -> Tensor:
+        """Squared norm of each sample's gradient, (B,)."""
+
+    @abstractmethod
+    def weighted(self, weights_B: Tensor) -> Tensor:
+        """Sum over samples of weight times gradient, in the shape of the tensor."""
+
+    @abstractmethod
+    def per_sample(self) -> Tensor:
+        """The gradients themselves, (B, *shape). Large: the last resort."""
+
+    @abstractmethod
+    def map(self, change: "Change") -> "Form":
+        """The same form with ``change`` applied to its batched operands."""
+
+    def join(self, other: "Form") -> "Form | None":
+        """One form for the sum of the two, or None where only the gradients themselves can be added."""
+        return None
+
+
+class Change(ABC):
+    """A change of a batched operand (its leading dimension is B): see `Widen` and `Drop`."""
+
+    @abstractmethod
+    def __call__(self, operand: Tensor) -> Tensor: ...
+
+
+class Widen(Change):
+    """To float64, where float32 squares overflow."""
+
+    def __call__(self, operand: Tensor) -> Tensor:
+        """Convert floating operands; leave indices."""
+        return operand.double() if operand.is_floating_point() else operand
+
+
+@dataclass(frozen=True)
+class Drop(Change):
+    """Exact zeros for the samples that are not kept: 0 · inf is NaN, so a zero weight alone would not do."""
+
+    keep_B: Tensor
+
+    def __call__(self, operand: Tensor) -> Tensor:
+        """Zero the rows of the samples that are not kept."""
+        keep = self.keep_B.view(-1, *[1] * (operand.ndim - 1))
+        return operand.where(keep, 0)
+
+
+@dataclass(frozen=True)
+class Dense(Form):
+    """The gradients themselves: right for small tensors (biases, norms' scales) and for whatever has no better form."""
+
+    grad_B: Tensor
+
+    def norm2(self) -> Tensor:
+        """Sum of squares."""
+        return wide(self.grad_B).flatten(1).square().sum(1)
+
+    def weighted(self, weights_B: Tensor) -> Tensor:
+        """One matrix-vector product."""
+        grad = wide(self.grad_B)
+        return torch.mv(grad.flatten(1).t(), weights_B.to(grad.dtype)).view(grad.shape[1:])
+
+    def per_sample(self) -> Tensor:
+        """As held."""
+        return wide(self.grad_B)
+
+    def map(self, change: Change) -> "Dense":
+        """Change the gradients."""
+        return Dense(change(self.grad_B))
+
+    def join(self, other: Form) -> "Dense | None":
+        """Add the gradients."""
+        return Dense(self.per_sample() + other.per_sample()) if isinstance(other, Dense) else None
+
+
+def total(forms: Sequence[Form]) -> Form:
+    """One form for the sum of several uses of the same tensor, cross terms included."""
+    return reduce(lambda a, b: a.join(b) or Dense(a.per_sample() + b.per_sample()), forms)
+
+
+def wide(t: Tensor) -> Tensor:
+    """At least float32: a norm must never be computed at less precision than what it bounds."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))

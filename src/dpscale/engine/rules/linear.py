@@ -1,0 +1,81 @@
+"""`linear`: y = x Wᵀ + b over any number of leading dimensions.
+
+Sample i's gradient of W is Σ_t g_t a_tᵀ over its positions t. Its squared norm is Σ_{t,t'} (a_t·a_t')(g_t·g_t')
+(the Gram identity), which needs T² numbers a sample instead of I·O.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpscale.engine.rules.base import Call, Rule
+from dpscale.engine.rules.forms import Change, Dense, Form, wide
+
+CHUNK = 1 << 26
+"""How many numbers of instantiated per-sample gradients to hold at once."""
+
+
+@dataclass(frozen=True)
+class Outer(Form):
+    """Gradients that are sums of outer products over positions: G_i = Σ_t g_t a_tᵀ, shape (O, I)."""
+
+    a_BTI: Tensor
+    g_BTO: Tensor
+
+    def norm2(self) -> Tensor:
+        """By the Gram identity where T² pairs are cheaper than I·O entries, else by the gradients in chunks."""
+        a, g = wide(self.a_BTI), wide(self.g_BTO)
+        samples, t, i = a.shape
+        o = g.shape[2]
+        if t == 1:
+            return a.square().sum((1, 2)) * g.square().sum((1, 2))
+        if t * (i + o) <= i * o:
+            gram = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT))
+            return gram.sum((1, 2)).clamp_(min=0)  # rounding may leave a tiny negative
+        step = max(1, CHUNK // (i * o))
+        parts = [Outer(a[k : k + step], g[k : k + step]).per_sample() for k in range(0, samples, step)]
+        return torch.cat([p.square_().sum((1, 2)) for p in parts]) if parts else a.new_zeros(0)
+
+    def weighted(self, weights_B: Tensor) -> Tensor:
+        """One matrix product over samples and positions together."""
+        a, g = wide(self.a_BTI), wide(self.g_BTO)
+        g = g * weights_B.to(g.dtype).view(-1, 1, 1)
+        return torch.mm(g.flatten(0, 1).t(), a.flatten(0, 1))
+
+    def per_sample(self) -> Tensor:
+        """(B, O, I)."""
+        return torch.bmm(wide(self.g_BTO).mT, wide(self.a_BTI))
+
+    def map(self, change: Change) -> "Outer":
+        """Change both operands."""
+        return Outer(change(self.a_BTI), change(self.g_BTO))
+
+    def join(self, other: Form) -> "Outer | None":
+        """Concatenate along the positions: the Gram identity then has the cross terms of the two uses."""
+        if not isinstance(other, Outer):
+            return None
+        a = torch.cat([wide(self.a_BTI), wide(other.a_BTI)], 1)
+        return Outer(a, torch.cat([wide(self.g_BTO), wide(other.g_BTO)], 1))
+
+
+class Linear(Rule):
+    """The rule of `torch.nn.functional.linear`."""
+
+    functions = (F.linear,)
+    names = ("input", "weight", "bias")
+    trainable = ("weight", "bias")
+
+    def accepts(self, call: Call) -> bool:
+        """Any leading dimension may hold the batch; the features may not."""
+        return bool(call.layout.dim < call.arguments["input"].ndim - 1)
+
+    def forms(self, call: Call, g: Tensor) -> Iterator[tuple[str, Form]]:
+        """An outer-product form for the weight, sums over positions for the bias."""
+        g_BTO = call.rows(g).flatten(1, -2)
+        if "weight" in call.wanted:
+            yield "weight", Outer(call.rows(call.arguments["input"]).flatten(1, -2), g_BTO)
+        if "bias" in call.wanted:
+            yield "bias", Dense(wide(g_BTO).sum(1))

@@ -1,0 +1,112 @@
+"""Taints one sample of a small batch, and finds out what it reaches.
+
+A sample is made NaN (which survives nearly every operation), and also exchanged for another sample (which reaches through
+integers and comparisons, where NaN cannot go). What differs from the untainted run has been touched by that sample.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dpscale.engine.layout import candidates, fit
+
+SAMPLES, FEWER = 3, 2
+"""Samples in a probe, and in the second probe that shows which dimensions grow with the batch."""
+
+
+class UnsupportedModel(ValueError):
+    """The model, or its loss, does something that the engine cannot do right; nothing was computed or released."""
+
+
+def some(batch: Any, count: int) -> Any:
+    """``count`` samples of a batch, repeated where it has fewer."""
+    return tree_map(lambda t: t[torch.arange(count, device=t.device) % len(t)] if isinstance(t, Tensor) else t, batch)
+
+
+def taints(batch: Any) -> Iterator[tuple[int, Any]]:
+    """Every tainted version of a probe, with the number of the sample that was tainted."""
+    for i in range(SAMPLES):
+        yield i, tree_map(lambda t, i=i: _with_nan(t, i), batch)
+        yield i, tree_map(lambda t, i=i: _exchanged(t, i), batch)
+
+
+def _with_nan(t: Any, i: int) -> Any:
+    if not (isinstance(t, Tensor) and t.is_floating_point()):
+        return t
+    t = t.clone()
+    t[i] = torch.nan
+    return t
+
+
+def _exchanged(t: Any, i: int) -> Any:
+    """Sample i replaced by its neighbour or, where the two are equal, by its own values in reverse order."""
+    if not isinstance(t, Tensor):
+        return t
+    t = t.clone()
+    other = t[(i + 1) % SAMPLES].clone()
+    t[i] = t[i].flatten().flip(0).view(t[i].shape) if torch.equal(other, t[i]) else other
+    return t
+
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """Where two runs disagree; two NaNs agree."""
+    if a.shape != b.shape:
+        raise UnsupportedModel(
+            "Shapes inside this model depend on the values in the batch, so rows cannot be attributed to samples. "
+            "Keep every sample's shape the same (pad and mask)."
+        )
+    a, b = a.detach(), b.detach()
+    return a.ne(b) & ~(a.isnan() & b.isnan()) if a.is_floating_point() else a.ne(b)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Leave the model's buffers and every random state as they were; seed the run, so that all draw the same dropout."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    saved = [b.clone() for b in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            torch.manual_seed(0)
+            yield
+    finally:
+        for b, old in zip(model.buffers(), saved, strict=True):
+            b.data.copy_(old)  # by .data: a graph that saved the buffer may still be walked, and the values are its own
+
+
+def where_samples_meet(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> str:
+    """The first operation of any kind at which one sample reaches another's rows, for the error message."""
+
+    class Trace(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[tuple[str, list[Tensor]]] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            tensors = [t.detach().clone() for t in tree_leaves(out) if isinstance(t, Tensor)]
+            self.calls.append((getattr(func, "__name__", "?"), tensors))
+            return out
+
+    def traced(data: Any) -> list[tuple[str, list[Tensor]]]:
+        trace = Trace()
+        with undisturbed(model), trace:
+            run(data)
+        return trace.calls
+
+    probe = some(batch, SAMPLES)
+    few, base = traced(some(batch, FEWER)), traced(probe)
+    runs = [(i, traced(data)) for i, data in taints(probe)]
+    for k, (name, outputs) in enumerate(base):
+        for j, t in enumerate(outputs):
+            touched = [torch.zeros_like(t, dtype=torch.bool) for _ in range(SAMPLES)]
+            for i, calls in runs:
+                touched[i] |= differs(t, calls[k][1][j])
+            options = candidates(t.shape, few[k][1][j].shape, SAMPLES, FEWER)
+            if any(bool(m.any()) for m in touched) and not fit(options, touched):
+                return name
+    return "the loss"
