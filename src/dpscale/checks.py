@@ -8,8 +8,7 @@ def require(ok: bool, owner: str, name: str, must: str, got: Any, action: str = 
     """Raise ``ValueError`` unless ``ok``, naming the argument, its value and the next action."""
     if not ok:
         raise ValueError(
-            f"The '{name}' parameter of {owner} must be {must}. Got {got!r} instead."
-            + (f" {action}" if action else "")
+            f"The '{name}' parameter of {owner} must be {must}. Got {got!r} instead." + (f" {action}" if action else "")
         )
 
 

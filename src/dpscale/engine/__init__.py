@@ -85,7 +85,7 @@ def scaled_sum(
     def run(data: Any) -> Tensor:
         return check_losses(loss_fn(model, data), batch_size(data)[0])
 
-    for blueprint in blueprints(model, (_identity(loss_fn), _signature(model, batch)), parameters, run, batch):
+    for blueprint in blueprints(model, (_identity(loss_fn), signature(model, batch)), parameters, run, batch):
         try:
             captures, grads, losses = _evaluate(parameters, run, batch, blueprint, mask, points)
             break
@@ -106,10 +106,7 @@ def blueprints(
         known.pop(next(iter(known)))
     known[signature] = inspect(model, parameters, run, batch)
     yield known[signature]
-    raise UnsupportedModel(
-        "The operations that this model runs change from call to call, so rows cannot be attributed to samples. "
-        "Make the forward run the same operations for every batch."
-    )
+    raise BlueprintMismatch
 
 
 def _evaluate(
@@ -209,7 +206,7 @@ def _identity(loss_fn: LossFn) -> Any:
         return owner, loss_fn
 
 
-def _signature(model: nn.Module, batch: Any) -> Any:
+def signature(model: nn.Module, batch: Any) -> Any:
     """When this changes, what the inspection found may no longer hold."""
     return (
         tuple(m.training for m in model.modules()),

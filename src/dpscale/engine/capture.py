@@ -63,8 +63,14 @@ class Blueprint(tuple[Site, ...]):
     """The sites of a model in the order in which its forward meets them."""
 
 
-class BlueprintMismatch(Exception):
+class BlueprintMismatch(UnsupportedModel):
     """The forward met other operations than the inspection did; inspect again."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The operations that this model runs change from call to call, so rows cannot be attributed to samples. "
+            "Make the forward run the same operations for every batch."
+        )
 
 
 class Meeting(TorchFunctionMode):

@@ -1,0 +1,185 @@
+"""Events -> epsilon, and back: what a run has cost, and how much noise or how many steps a budget allows.
+
+An event (from a sampler) says what happened; this module says what it costs, by dp-accounting's tools:
+
+| event                            | accountant="pld"                              | accountant="rdp" |
+|----------------------------------|-----------------------------------------------|------------------|
+| Gaussian, composed               | exact: one Gaussian of noise σ/√T             | Rényi DP         |
+| Poisson-sampled Gaussian         | privacy loss distributions, add and remove    | Rényi DP         |
+| Gaussian sampled w/o replacement | privacy loss distribution, replace-one, tight | Rényi DP         |
+| no noise, or not private         | inf                                           | inf              |
+| nothing (`NoOpDpEvent`)          | 0                                             | 0                |
+| anything else                    | refused by name                               | refused by name  |
+
+Guarantee: every answer is an upper bound on the true ε (or δ). Grids round pessimistically, a grid too large
+for memory is made coarser, and "pld" is never above "rdp" because it gives the smaller of the two. The curves
+themselves are in `privacy_curves`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import dp_accounting
+import numpy as np
+from scipy import optimize
+
+from dpscale.checks import is_number, require, require_positive, require_probability
+from dpscale.privacy_curves import Curve, Part, curves
+from dpscale.sampling import Adjacency
+
+Accountant = Literal["pld", "rdp"]
+"""Privacy loss distributions (tight), or Rényi DP (looser, older, shown for comparison)."""
+
+
+def epsilon(
+    event: dp_accounting.DpEvent, *, delta: float, adjacency: Adjacency, accountant: Accountant = "pld"
+) -> float:
+    """The ε that ``event`` costs at ``delta``: an upper bound, 0 for nothing done, inf without noise.
+
+    Example:
+        >>> event = dp_accounting.GaussianDpEvent(1.0)
+        >>> round(epsilon(event, delta=1e-5, adjacency="add-remove"), 3)
+        4.377
+    """
+    require_probability("epsilon", "delta", delta, action="Take it well below 1/size, such as 1e-5.")
+    return _spent(event, delta, adjacency, accountant)
+
+
+def delta(
+    event: dp_accounting.DpEvent, *, epsilon: float, adjacency: Adjacency, accountant: Accountant = "pld"
+) -> float:
+    """The δ that ``event`` costs at ``epsilon``: an upper bound, 0 for nothing done, 1 without noise."""
+    ok = is_number(epsilon) and 0 <= epsilon < math.inf
+    require(ok, "delta", "epsilon", "a finite number >= 0", epsilon, "It is the budget to be spent.")
+    with np.errstate(all="ignore"):  # far tails overflow and underflow as they should
+        bounds = _curves(event, adjacency, accountant)
+        return min((min(max(curve.delta(epsilon), 0.0), 1.0) for curve in bounds), default=0.0)
+
+
+def calibrate_noise_multiplier(
+    event_for: Callable[[float], dp_accounting.DpEvent],
+    *,
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency,
+    accountant: Accountant = "pld",
+) -> float:
+    """The least noise multiplier whose event costs at most ``epsilon`` at ``delta``.
+
+    Guarantee: the cost at the result is <= ``epsilon``; the result is within 1e-4 (relative) of the least.
+    """
+    owner = "calibrate_noise_multiplier"
+    _require_target(owner, epsilon, delta)
+    seen: dict[float, float] = {}
+
+    def excess(log_sigma: float) -> float:
+        sigma = math.exp(log_sigma)
+        if sigma not in seen:
+            seen[sigma] = _spent(event_for(sigma), delta, adjacency, accountant)
+        # In logarithms the curve is nearly a line, which is what makes the search short.
+        return math.log(min(max(seen[sigma], epsilon * 1e-9), epsilon * 1e9) / epsilon)
+
+    lower, upper = 0.0, 0.0
+    while excess(upper) > 0:
+        lower, upper = upper, upper + 1
+        action = "Raise epsilon or delta, or take fewer steps."
+        require(upper < 60, owner, "epsilon", "reachable with finite noise", epsilon, action)
+    while excess(lower) <= 0:
+        lower, upper = lower - 0.5, lower
+        action = "Nothing, or next to nothing, is released: ask for more steps or a smaller epsilon."
+        require(lower > -13, owner, "epsilon", "small enough to need noise", epsilon, action)
+    root = optimize.brentq(excess, lower, upper, xtol=2e-5, rtol=1e-12)
+    while excess(root) > 0:  # the sign change is within xtol: at most a step or two
+        root += 2e-5
+    return min(sigma for sigma, cost in seen.items() if cost <= epsilon)
+
+
+def calibrate_steps(
+    event_for: Callable[[int], dp_accounting.DpEvent],
+    *,
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency,
+    accountant: Accountant = "pld",
+) -> int:
+    """The largest number of steps whose event costs at most ``epsilon`` at ``delta``.
+
+    Guarantee: the cost at the result is <= ``epsilon``, and one step more costs more (or rounds to more).
+    """
+    _require_target("calibrate_steps", epsilon, delta)
+
+    def fits(steps: int) -> bool:
+        return _spent(event_for(steps), delta, adjacency, accountant) <= epsilon
+
+    action = "One step alone costs more: raise noise_multiplier or epsilon."
+    require(fits(1), "calibrate_steps", "epsilon", "enough for one step", epsilon, action)
+    good, bad = 1, 2
+    while fits(bad):
+        good, bad = bad, 2 * bad
+        action = "A billion steps fit: lower noise_multiplier, or choose the steps yourself."
+        require(bad < 2**30, "calibrate_steps", "epsilon", "small enough to limit the steps", epsilon, action)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def _require_target(owner: str, epsilon: float, delta: float) -> None:
+    require_positive(owner, "epsilon", epsilon, action="It is the privacy budget; 1 to 10 is usual.")
+    require_probability(owner, "delta", delta, action="Take it well below 1/size, such as 1e-5.")
+
+
+def _spent(event: dp_accounting.DpEvent, delta: float, adjacency: Adjacency, accountant: Accountant) -> float:
+    with np.errstate(all="ignore"):  # far tails overflow and underflow as they should
+        return min((curve.epsilon(delta) for curve in _curves(event, adjacency, accountant)), default=0.0)
+
+
+def _curves(event: dp_accounting.DpEvent, adjacency: Adjacency, accountant: Accountant) -> tuple[Curve, ...]:
+    action = "'pld' is the tighter one."
+    require(accountant in get_args(Accountant), "epsilon", "accountant", "'pld' or 'rdp'", accountant, action)
+    must = " or ".join(repr(a) for a in get_args(Adjacency))
+    action = "Pass sampling.adjacency."
+    require(adjacency in get_args(Adjacency), "epsilon", "adjacency", must, adjacency, action)
+    return curves(frozenset(_parts(event, adjacency).items()), pld=accountant == "pld")
+
+
+def _parts(event: dp_accounting.DpEvent, adjacency: Adjacency, count: int = 1) -> Counter[Part]:
+    """How often each kind of release occurs in ``event``; refuses what it does not know, by name."""
+    if count == 0:
+        return Counter()
+    match event:
+        case dp_accounting.NoOpDpEvent():
+            return Counter()
+        case dp_accounting.NonPrivateDpEvent():
+            return Counter({Part("gaussian", 0.0): count})
+        case dp_accounting.SelfComposedDpEvent():
+            return _parts(event.event, adjacency, count * event.count)
+        case dp_accounting.ComposedDpEvent():
+            return sum((_parts(e, adjacency, count) for e in event.events), Counter())
+        case dp_accounting.GaussianDpEvent():
+            return Counter({Part("gaussian", event.noise_multiplier): count})
+        case dp_accounting.PoissonSampledDpEvent(event=dp_accounting.GaussianDpEvent(noise_multiplier=sigma)):
+            _require_match(event, adjacency, adjacency != "replace-one", "'add-remove'")
+            part = Part("poisson", sigma, event.sampling_probability)
+        case dp_accounting.SampledWithoutReplacementDpEvent(
+            event=dp_accounting.GaussianDpEvent(noise_multiplier=sigma)
+        ):
+            _require_match(event, adjacency, adjacency == "replace-one", "'replace-one'")
+            part = Part("fixed-size", sigma, event.sample_size / event.source_dataset_size)
+        case _:
+            inner = getattr(event, "event", None)
+            name = type(event).__name__ + (f" of {type(inner).__name__}" if inner is not None else "")
+            raise NotImplementedError(
+                f"No accounting is known for the event {name}. Use an event of one of dpscale's samplers "
+                "(Sampling.event), or dp_accounting's own accountants."
+            )
+    if part.rate >= 1:  # every sample, every time: nothing is hidden by sampling
+        part = Part("gaussian", sigma)
+    return Counter({part: count} if part.rate > 0 else {})
+
+
+def _require_match(event: dp_accounting.DpEvent, adjacency: Adjacency, ok: bool, must: str) -> None:
+    action = "The sampler knows its adjacency: pass sampling.adjacency."
+    require(ok, type(event).__name__, "adjacency", must, adjacency, action)

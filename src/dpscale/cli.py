@@ -1,0 +1,200 @@
+"""The command line: train, compare, calibrate, epsilon, report.
+
+Results go to stdout and everything else to stderr; ``--json`` makes stdout one JSON document. Bad input is one line
+and exit code 2. What a command does not need is not imported: `calibrate` and `epsilon` load no model and no picture.
+"""
+
+import dataclasses
+import logging
+import sys
+import warnings
+from enum import StrEnum
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from dpscale.lab import commands
+from dpscale.lab.commands import Json
+
+if TYPE_CHECKING:
+    from dpscale.plan import Plan
+
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """Turns every complaint about input, ours or the parser's, into one line on stderr and exit code 2."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command and exit."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("default", UserWarning)
+                warnings.showwarning = _show_warning
+                code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        except Exception as error:
+            # The parser's own exceptions have format_message, whichever parser the installed typer brings.
+            told = getattr(error, "format_message", None)
+            if told is None and not isinstance(error, ValueError | OSError | NotImplementedError):
+                raise
+            typer.echo(f"dpscale: {' '.join(str(told() if told else error).split())}", err=True)
+            code = 2
+        if code == INTERRUPTED:
+            typer.echo("dpscale: interrupted. What is finished is recorded; the same command goes on.", err=True)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+class Sampler(StrEnum):
+    """Names of `sampling.SAMPLERS`, written out so that ``--help`` need not import it."""
+
+    poisson = "poisson"
+    fixed_size = "fixed-size"
+    full_batch = "full-batch"
+    shuffled = "shuffled"
+
+
+class Accountant(StrEnum):
+    """Names of accountants."""
+
+    pld = "pld"
+    rdp = "rdp"
+
+
+app = typer.Typer(cls=Commands, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+Size = Annotated[int, typer.Option(help="Number of samples in the data, a public constant.")]
+PlanBatch = Annotated[int | None, typer.Option(help="Expected batch size (not for full-batch).")]
+PlanEpochs = Annotated[float | None, typer.Option(help="Passes over the data.")]
+Steps = Annotated[int | None, typer.Option(help="Number of steps, instead of epochs.")]
+SamplerOption = Annotated[Sampler, typer.Option(help="How batches are drawn.")]
+AccountantOption = Annotated[Accountant, typer.Option(help="pld is the tighter; rdp is shown beside it anyway.")]
+
+
+@app.callback(invoke_without_command=True)
+def _start(
+    context: typer.Context, show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Train PyTorch models with differential privacy by scaling per-sample gradients.
+
+    \b
+    Example:
+      dpscale compare digits
+    """
+    if show_version:
+        typer.echo(f"dpscale {version('dpscale')}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+    # dp-accounting warns of every Rényi order that it leaves out, which only makes its answer larger.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+@app.command()
+def calibrate(
+    epsilon: Annotated[float, typer.Option(help="Privacy budget.")],
+    delta: Annotated[float, typer.Option(help="Probability outside of it; well below 1/size.")],
+    size: Size,
+    batch: PlanBatch = None,
+    epochs: PlanEpochs = None,
+    steps: Steps = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Noise std / bound; then the number of steps is what is found.")
+    ] = None,
+    sampler: SamplerOption = Sampler.poisson,
+    accountant: AccountantOption = Accountant.pld,
+    as_json: Json = False,
+) -> None:
+    """Find the noise that a budget needs; or, for a given noise, the steps that it allows.
+
+    \b
+    Example:
+      dpscale calibrate --epsilon 3 --delta 1e-5 --size 60000 --batch 512 --epochs 20
+      dpscale calibrate --epsilon 3 --delta 1e-5 --size 60000 --batch 512 --noise-multiplier 0.9
+    """
+    if noise_multiplier is None:
+        plan = _plan(sampler, size, batch, epochs=epochs, steps=steps, accountant=accountant)
+        plan = plan.calibrate(epsilon=epsilon, delta=delta)
+    else:
+        if epochs is not None or steps is not None:
+            raise ValueError("--noise-multiplier finds the steps: leave out --epochs and --steps.")
+        plan = _plan(sampler, size, batch, accountant=accountant, noise_multiplier=noise_multiplier)
+        plan = plan.calibrate_steps(epsilon=epsilon, delta=delta)
+    _print_plan(plan, sampler, delta, as_json)
+
+
+@app.command(name="epsilon")
+def epsilon_(
+    noise_multiplier: Annotated[float, typer.Option(help="Noise std / bound.")],
+    delta: Annotated[float, typer.Option(help="Probability outside of the budget; well below 1/size.")],
+    size: Size,
+    batch: PlanBatch = None,
+    epochs: PlanEpochs = None,
+    steps: Steps = None,
+    sampler: SamplerOption = Sampler.poisson,
+    accountant: AccountantOption = Accountant.pld,
+    as_json: Json = False,
+) -> None:
+    """Say what a training run costs.
+
+    \b
+    Example:
+      dpscale epsilon --noise-multiplier 0.9 --delta 1e-5 --size 60000 --batch 512 --epochs 20
+    """
+    plan = _plan(
+        sampler, size, batch, epochs=epochs, steps=steps, accountant=accountant, noise_multiplier=noise_multiplier
+    )
+    _print_plan(plan, sampler, delta, as_json)
+
+
+app.command()(commands.train)
+app.command()(commands.compare)
+app.command()(commands.report)
+
+
+def main() -> None:
+    """Entry point of the ``dpscale`` command."""
+    app(prog_name="dpscale")
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    typer.echo(f"dpscale: warning: {message}", err=True)
+
+
+def _plan(sampler: Sampler, size: int, batch: int | None, *, accountant: Accountant, **length: Any) -> "Plan":
+    from dpscale.plan import Plan
+    from dpscale.sampling import SAMPLERS
+    from dpscale.scaling import Clip
+
+    if "epochs" in length and (length["epochs"] is None) == (length["steps"] is None):
+        raise ValueError("Give either --epochs or --steps.")
+    if (batch is None) != (sampler is Sampler.full_batch):
+        raise ValueError("--batch is needed for every sampler but full-batch, which takes all of --size.")
+    kind: Any = SAMPLERS[sampler.value]
+    sampling = kind(size=size) if batch is None else kind(size=size, batch=batch)
+    # Neither noise multiplier nor ε depends on the rule; with a bound of 1 the multiplier is the deviation itself.
+    return Plan(scaling=Clip(C=1.0), sampling=sampling, accountant=accountant.value, **length)
+
+
+def _print_plan(plan: "Plan", sampler: Sampler, delta: float, as_json: bool) -> None:
+    found = {
+        "epsilon": plan.epsilon(delta),
+        "delta": delta,
+        "noise_multiplier": plan.noise_multiplier,
+        "steps": plan.steps,
+        "epochs": (plan.steps or 0) * plan.expected_batch / plan.sampling.size,
+        "accountant": plan.accountant,
+        "epsilon_rdp": dataclasses.replace(plan, accountant="rdp").epsilon(delta),
+        "sampler": sampler.value,
+        "adjacency": plan.adjacency,
+        "size": plan.sampling.size,
+        "batch": plan.expected_batch,
+    }
+    if as_json:
+        commands.print_json({**found, "statement": plan.statement(delta)})
+        return
+    for name, value in found.items():
+        typer.echo(f"{name:<17} {f'{value:.6g}' if isinstance(value, float) else value}")
+    typer.echo(f"\n{plan.statement(delta)}")

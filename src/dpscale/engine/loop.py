@@ -1,0 +1,131 @@
+"""Records the forwards of a model in somebody else's training loop, so that only the backward has to be ours.
+
+Between the draw of a batch and its backward, every forward of the model on that many rows is captured. One that never
+meets a backward (an evaluation) costs nothing but the memory of its graph, and is forgotten at the next draw.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from dpscale.engine import ScaledSum, blueprints, check_losses, signature, trainable
+from dpscale.engine.capture import Capture
+from dpscale.engine.combine import combine, edges, gradients
+from dpscale.engine.taint import UnsupportedModel
+from dpscale.scaling import Scaling
+
+
+class Recorder:
+    """Captures forwards of ``model`` while a drawn batch waits; see `start` and `stop`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._samples: int | None = None
+        self._captures: list[Capture] = []
+        self._outputs: list[GradientEdge] = []
+        self._running: Capture | None = None
+        self._apart = False  # whether the losses were seen to treat samples apart
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after, always_call=True)
+
+    def start(self, samples: int) -> None:
+        """A batch of so many rows was drawn."""
+        self._samples, self._captures, self._outputs = samples, [], []
+
+    def stop(self) -> None:
+        """No batch is waiting."""
+        self._samples, self._captures, self._outputs = None, [], []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the forwards inside run as if nobody watched."""
+        samples, self._samples = self._samples, None
+        try:
+            yield
+        finally:
+            self._samples = samples
+
+    def scaled_sum(self, losses: Tensor, rule: Scaling, mask: Tensor) -> ScaledSum:
+        """As `dpscale.engine.scaled_sum`, from losses whose forward was captured."""
+        check_losses(losses, len(mask))
+        parameters = trainable(self._model)
+        wanted = [e for capture in self._captures for e in edges(capture)]
+        if not wanted or not losses.requires_grad:
+            raise _astray()
+        if not self._apart:
+            self._check_apart(losses)
+        both: Any = [*wanted, *parameters.values()]  # edges and tensors together: torch takes them, its types do not
+        arrived = torch.autograd.grad([losses], both, [mask.to(losses.dtype)], allow_unused=True)
+        outside = [n for n, g in zip(parameters, arrived[len(wanted) :], strict=True) if g is not None]
+        if outside:
+            raise UnsupportedModel(
+                f"Parameter {outside[0]!r} also reaches the losses outside the model's own forward, where per-sample gradients "
+                "are unknown. Move that part into the model's forward, or use private.step(batch, loss_fn)."
+            )
+        if all(g is None for g in arrived):
+            raise _astray()
+        rest = iter(arrived)
+        grads = [[next(rest) for _ in edges(capture)] for capture in self._captures]
+        forms = gradients(self._captures, grads)
+        return ScaledSum(losses=losses.detach(), **vars(combine(forms, rule, mask, parameters)))
+
+    def _check_apart(self, losses: Tensor) -> None:
+        """Each loss must depend on its own row of the model's outputs alone."""
+        for i in range(min(3, len(losses))):
+            seed = torch.zeros_like(losses)
+            seed[i] = torch.nan
+            grads = torch.autograd.grad([losses], self._outputs, [seed], retain_graph=True, allow_unused=True)
+            for g in grads:
+                if g is not None and bool(torch.cat([g[:i], g[i + 1 :]]).ne(0).any()):
+                    raise UnsupportedModel(
+                        f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's output. Compute each "
+                        "loss from its own sample (reduction='none')."
+                    )
+        self._apart = True
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        samples = self._samples
+        if samples is None or not torch.is_grad_enabled() or self._running is not None:
+            return
+        flat, spec = tree_flatten((args, kwargs))
+        rows = [k for k, t in enumerate(flat) if isinstance(t, Tensor) and t.ndim and len(t) == samples]
+        if not rows:
+            return
+
+        def run(batch: list[Tensor]) -> list[Tensor]:
+            put = dict(zip(rows, batch, strict=True))
+            a, k = tree_unflatten([put.get(n, t) for n, t in enumerate(flat)], spec)
+            with self.paused():
+                return [t for t in tree_leaves(model(*a, **k)) if isinstance(t, Tensor)]
+
+        batch = [flat[k].detach() for k in rows]
+        key = ("forward", signature(model, batch), tuple(t.shape[1:] for t in batch))
+        parameters = trainable(model)
+        blueprint = next(blueprints(model, key, parameters, run, batch))
+        self._running = Capture(parameters, None, blueprint, samples)
+        self._running.__enter__()  # type: ignore[no-untyped-call]
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+        capture, self._running = self._running, None
+        if capture is None:
+            return
+        capture.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if output is None:  # the forward raised: its error is already on the way
+            return
+        capture.finish()
+        self._captures.append(capture)
+        self._outputs += [
+            get_gradient_edge(t) for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad
+        ]
+
+
+def _astray() -> RuntimeError:
+    return RuntimeError(
+        "These losses do not come from a forward of the model on the batch that was drawn last. Compute them as "
+        "loss(model(batch), ...) on all rows of the batch, with gradients enabled, then call private.backward(losses)."
+    )

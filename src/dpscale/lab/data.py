@@ -1,0 +1,90 @@
+"""Data that the experiments train on, as tensors that stay on one device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpscale.checks import require, require_probability
+
+_SPLIT_SEED = 0  # which images are test images: one fixed choice, the same in every experiment
+_HOLD_OUT_SEED = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Data:
+    """A training set and a set to measure on: images ``(N, channels, height, width)`` in [0, 1], labels ``(N,)``."""
+
+    name: str
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    @property
+    def size(self) -> int:
+        """Number of training samples."""
+        return len(self.train_labels)
+
+    def to(self, device: torch.device | str) -> "Data":
+        """The same data on another device."""
+        return Data(
+            name=self.name,
+            train_images=self.train_images.to(device),
+            train_labels=self.train_labels.to(device),
+            test_images=self.test_images.to(device),
+            test_labels=self.test_labels.to(device),
+        )
+
+
+def digits() -> Data:
+    """scikit-learn's handwritten digits: 1797 images of 8×8, in that package, so nothing is downloaded.
+
+    The split is stratified and fixed: 1437 images to train on, 360 to test on.
+    """
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images_NCHW = torch.from_numpy((images / 16.0).astype(np.float32)).reshape(-1, 1, 8, 8)
+    targets = torch.from_numpy(labels.astype(np.int64))
+    train, test = _stratified(labels, 360 / len(labels), _SPLIT_SEED)
+    return Data(
+        name="digits",
+        train_images=images_NCHW[train].contiguous(),
+        train_labels=targets[train],
+        test_images=images_NCHW[test].contiguous(),
+        test_labels=targets[test],
+    )
+
+
+def hold_out(data: Data, fraction: float) -> Data:
+    """Split the *training* data once more: the part held out takes the place of the test data.
+
+    Learning rates are searched on this, so that the test images choose nothing. They are not in what is returned.
+    """
+    require_probability("hold_out", "fraction", fraction, action="0.2 holds out a fifth.")
+    train, held = _stratified(data.train_labels.cpu().numpy(), fraction, _HOLD_OUT_SEED)
+    require(len(train) > 0 and len(held) > 0, "hold_out", "fraction", "such that both parts have samples", fraction)
+    return Data(
+        name=f"{data.name}, {fraction:g} of the training data held out",
+        train_images=data.train_images[train].contiguous(),
+        train_labels=data.train_labels[train],
+        test_images=data.train_images[held].contiguous(),
+        test_labels=data.train_labels[held],
+    )
+
+
+def _stratified(labels: np.ndarray, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    # scikit-learn's own splitter, so that anybody can repeat the split with one familiar call.
+    from sklearn.model_selection import train_test_split
+
+    train, rest = train_test_split(
+        np.arange(len(labels)), test_size=round(fraction * len(labels)), random_state=seed, stratify=labels
+    )
+    return torch.from_numpy(np.sort(train)), torch.from_numpy(np.sort(rest))
+
+
+DATA: dict[str, Callable[[], Data]] = {"digits": digits}
+"""Every data set by name."""

@@ -1,0 +1,145 @@
+"""From records to a table: mean accuracy and its 95% interval, and which methods differ by more than that."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from scipy import special
+
+from dpscale.lab.presets import METHODS
+from dpscale.lab.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method over its seeds. ``half_width`` is None for a single seed, which has no interval."""
+
+    method: str
+    title: str
+    about: str
+    seeds: list[int]
+    accuracy: float
+    half_width: float | None
+    epsilon: float | None
+    delta: float | None
+    noise_multiplier: float | None
+    rate: float
+    learning_rate: float
+    seconds: float
+    statement: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float | None]:
+    """Mean, and half the width of Student's interval: t·s/√n with n - 1 degrees of freedom; None for n = 1.
+
+    Example:
+        >>> mean, half = interval([0.90, 0.92, 0.94])
+        >>> round(mean, 3), round(half, 4)
+        (0.92, 0.0497)
+    """
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return mean, None
+    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
+    return mean, float(special.stdtrit(n - 1, (1 + confidence) / 2)) * math.sqrt(variance / n)
+
+
+def select(records: Sequence[Record], like: Record | None = None) -> tuple[list[Record], int]:
+    """The final runs of one experiment, and how many records were left out.
+
+    A folder may hold runs with several settings; those of ``like``, or else of the newest record, are taken, so
+    that no table mixes two.
+    """
+    final = [record for record in records if record.role == "final"]
+    if not final:
+        raise ValueError("These records are of a search for learning rates only. Run the comparison to its end.")
+
+    def settings(record: Record) -> str:
+        return json.dumps([record.config, record.versions["dpscale"]], sort_keys=True)
+
+    wanted = settings(like or max(final, key=lambda record: record.created))
+    chosen = [record for record in final if settings(record) == wanted]
+    order = {name: place for place, name in enumerate(METHODS)}
+    chosen.sort(key=lambda record: (order.get(record.method, len(order)), record.method, record.seed))
+    return chosen, len(records) - len(chosen)
+
+
+def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records of each method, in the order in which methods first appear."""
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[record.method].append(record)
+    return dict(groups)
+
+
+def summarize(records: Sequence[Record]) -> list[Row]:
+    """A row per method."""
+    rows = []
+    for method, group in by_method(records).items():
+        mean, half_width = interval([record.accuracy for record in group])
+        first = group[0]
+        rows.append(
+            Row(
+                method=method,
+                title=first.title,
+                about=first.about,
+                seeds=[record.seed for record in group],
+                accuracy=mean,
+                half_width=half_width,
+                epsilon=first.epsilon,
+                delta=first.delta,
+                noise_multiplier=first.noise_multiplier,
+                rate=first.rate,
+                learning_rate=first.learning_rate,
+                seconds=math.fsum(record.seconds for record in group) / len(group),
+                statement=first.statement,
+            )
+        )
+    return rows
+
+
+def differ(one: Row, other: Row) -> bool:
+    """Whether two intervals have no point in common. Single seeds show nothing."""
+    if one.half_width is None or other.half_width is None:
+        return False
+    return abs(one.accuracy - other.accuracy) > one.half_width + other.half_width
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """One plain sentence or two: which private methods differ by more than their intervals, and which do not."""
+    private = [row for row in rows if row.epsilon is not None]
+    if any(row.half_width is None for row in private):
+        return "With a single seed there is no interval, so nothing can be said about which method is better."
+    if len(private) < 2:
+        return "There are not two private methods here to tell apart."
+    found = []
+    for row in private:
+        worse = [other.title for other in private if differ(row, other) and row.accuracy > other.accuracy]
+        if worse:
+            found.append(f"{row.title} is above {_list(worse)}")
+    if not found:
+        return (
+            f"No two of the {len(private)} private methods differ beyond their 95% intervals: "
+            "on this evidence none of them is better than another."
+        )
+    return (
+        f"Beyond their 95% intervals, {'; '.join(found)}. Every other pair of private methods overlaps: "
+        "on this evidence neither is better."
+    )
+
+
+def percent(accuracy: float, half_width: float | None) -> str:
+    """An accuracy as tables show it."""
+    return f"{100 * accuracy:.1f}%" + ("" if half_width is None else f" ± {100 * half_width:.1f}")
+
+
+def _list(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,263 @@
+"""Plan: scaling × sampling × steps × noise, the one place from which σ, the bound and ε are read.
+
+The training step takes the bound and the noise from the plan, the ledger takes the events from it, and the privacy
+statement is written by it. None of them keeps a number of its own, so none can disagree.
+"""
+
+import dataclasses
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import dp_accounting
+
+from dpscale import accounting
+from dpscale.accounting import Accountant
+from dpscale.checks import is_number, require, require_count, require_positive, require_probability
+from dpscale.sampling import SAMPLERS, Adjacency, Sampling
+from dpscale.scaling import RULES, Scaling
+
+_ADJACENCY_WORDS: dict[Adjacency, str] = {
+    "add-remove": "two datasets are neighbours if one has one sample more than the other",
+    "replace-one": "two datasets are neighbours if they differ in one sample, exchanged for any other",
+    "zero-out": "two datasets are neighbours if one sample of the one contributes nothing in the other",
+}
+
+_NOT_COUNTED = """\
+Not counted in these numbers, and to be judged separately:
+  - the search for hyperparameters, unless it used other data or was itself private
+  - preprocessing fitted on the data, and statistics computed from it
+  - diagnostics of single samples that were looked at: losses, gradient norms, scaling weights
+  - floating-point effects in drawing the Gaussian noise
+  - other models or results released from the same data: their costs add up"""
+
+
+class _FromEpochs(int):
+    """A number of steps computed from ``epochs``: `dataclasses.replace` may compute it anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a private run will do, decided before it starts.
+
+    Guarantee: a run of ``steps`` steps that scales by ``scaling``, draws by ``sampling`` and adds noise of std
+    ``noise_std`` to each sum is (``epsilon(delta)``, delta)-differentially private under ``adjacency``.
+
+    Args:
+        scaling: the rule that bounds one sample's contribution.
+        sampling: who is in each batch.
+        steps: number of steps; give this or ``epochs``, or neither and then `calibrate_steps`.
+        epochs: passes over the data; ``steps`` is computed from it by the sampler.
+        noise_multiplier: noise std / bound; None until `calibrate`.
+        delta: the δ that `epsilon` and `statement` use when not told another.
+        accountant: "pld" (tight) or "rdp".
+        unsafe_no_noise: train without noise and without privacy, as a baseline.
+
+    Example:
+        >>> from dpscale.sampling import Poisson
+        >>> from dpscale.scaling import PSASC
+        >>> plan = Plan(scaling=PSASC(C=0.25, s=0.5), sampling=Poisson(size=60_000, batch=512), epochs=20)
+        >>> plan = plan.calibrate(epsilon=3, delta=1e-5)
+        >>> plan.steps, round(plan.noise_multiplier, 3), round(plan.noise_std, 3)
+        (2344, 0.892, 0.446)
+    """
+
+    scaling: Scaling
+    sampling: Sampling
+    steps: int | None = None
+    epochs: float | None = None
+    noise_multiplier: float | None = None
+    delta: float | None = None
+    accountant: Accountant = "pld"
+    unsafe_no_noise: bool = False
+
+    def __post_init__(self) -> None:
+        self._settle_noise()
+        self._settle_steps()
+        if self.delta is not None:
+            self._check_delta("Plan", self.delta)
+        must = " or ".join(repr(a) for a in get_args(Accountant))
+        action = "'pld' is the tighter one."
+        require(self.accountant in get_args(Accountant), "Plan", "accountant", must, self.accountant, action)
+
+    def _settle_noise(self) -> None:
+        sigma, bound = self.noise_multiplier, self.scaling.bound
+        if self.unsafe_no_noise:
+            action = "Drop unsafe_no_noise to train with noise."
+            require(sigma in (None, 0), "Plan", "noise_multiplier", "0 with unsafe_no_noise=True", sigma, action)
+            object.__setattr__(self, "noise_multiplier", 0.0)
+            return
+        if sigma is not None:
+            action = "Let plan.calibrate(epsilon=..., delta=...) find it; unsafe_no_noise=True allows 0."
+            require_positive("Plan", "noise_multiplier", sigma, action=action)
+        action = "No finite noise hides a sample without a bound: give C, or unsafe_no_noise=True for a baseline."
+        require(math.isfinite(bound), "Plan", "scaling", "a rule with a finite bound", self.scaling, action)
+
+    def _settle_steps(self) -> None:
+        if isinstance(self.steps, _FromEpochs):  # a copy of a settled plan: epochs, if kept, say how many
+            object.__setattr__(self, "steps", int(self.steps) if self.epochs is None else None)
+        if self.steps is None and self.epochs is None:
+            action = "Or give noise_multiplier alone and then call plan.calibrate_steps(epsilon=..., delta=...)."
+            require(bool(self.noise_multiplier), "Plan", "steps", "given, or epochs in its place", None, action)
+        elif self.epochs is not None:
+            action = "Pass one of the two; in dataclasses.replace set the other to None."
+            require(self.steps is None, "Plan", "steps", "left out when epochs is given", self.steps, action)
+            object.__setattr__(self, "steps", _FromEpochs(self.sampling.steps(self.epochs)))
+        else:
+            require_count("Plan", "steps", self.steps, action="It is the number of optimizer steps.")
+
+    def _check_delta(self, owner: str, delta: float) -> None:
+        action = "Take it well below 1/size, such as 1e-5."
+        require_probability(owner, "delta", delta, action=action)
+        if delta >= 1 / self.sampling.size:
+            warnings.warn(
+                f"delta = {delta:g} is not below 1/size = {1 / self.sampling.size:.3g}: releasing one whole sample "
+                f"at random would already satisfy it. Take delta < 1/{self.sampling.size}, better far smaller.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    @property
+    def bound(self) -> float:
+        """The most that one sample adds to a sum, from the scaling rule."""
+        return self.scaling.bound
+
+    @property
+    def expected_batch(self) -> int:
+        """The public constant by which noisy sums are divided."""
+        return self.sampling.batch
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """Which datasets are neighbours, from the sampler."""
+        return self.sampling.adjacency
+
+    @property
+    def noise_std(self) -> float:
+        """σ·bound: standard deviation of the noise on each coordinate of a sum; 0 without noise."""
+        sigma = self._sigma("noise_std")
+        return sigma * self.bound if sigma > 0 else 0.0  # not 0·inf where the clip is off
+
+    def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
+        """What ``steps`` steps release (all planned ones if not given), for an accountant."""
+        sigma = self._sigma("event")
+        return self.sampling.event(sigma, self._steps("event") if steps is None else steps)
+
+    def epsilon(self, delta: float | None = None, steps: int | None = None) -> float:
+        """ε at ``delta`` after ``steps`` steps (all planned ones if not given).
+
+        | case                    | ε   |
+        |-------------------------|-----|
+        | steps = 0               | 0   |
+        | noise multiplier 0      | inf |
+        """
+        self._sigma("epsilon")
+        return self._epsilon(self._delta("Plan.epsilon", delta), steps, self.accountant)
+
+    def calibrate(self, *, epsilon: float, delta: float) -> "Plan":
+        """This plan with the least noise for which the planned steps cost at most ``epsilon`` at ``delta``."""
+        self._check_target("Plan.calibrate", epsilon, delta)
+        steps = self._steps("calibrate")
+        sigma = accounting.calibrate_noise_multiplier(
+            lambda sigma: self.sampling.event(sigma, steps),
+            epsilon=epsilon,
+            delta=delta,
+            adjacency=self.adjacency,
+            accountant=self.accountant,
+        )
+        return dataclasses.replace(self, noise_multiplier=sigma, delta=delta)
+
+    def calibrate_steps(self, *, epsilon: float, delta: float) -> "Plan":
+        """This plan with the most steps that cost at most ``epsilon`` at ``delta`` under its noise."""
+        self._check_target("Plan.calibrate_steps", epsilon, delta)
+        sigma = self._sigma("calibrate_steps")
+        steps = accounting.calibrate_steps(
+            lambda steps: self.sampling.event(sigma, steps),
+            epsilon=epsilon,
+            delta=delta,
+            adjacency=self.adjacency,
+            accountant=self.accountant,
+        )
+        return dataclasses.replace(self, steps=steps, epochs=None, delta=delta)
+
+    def statement(self, delta: float | None = None) -> str:
+        """What may be told to a reviewer: the guarantee, what it rests on, and what it leaves out."""
+        self._sigma("statement"), self._steps("statement")
+        delta = self._delta("Plan.statement", delta)
+        pld, rdp = (self._epsilon(delta, None, accountant) for accountant in get_args(Accountant))
+        if math.isinf(pld):
+            guarantee = "NO PRIVACY: no noise is added; epsilon is infinite."
+        else:
+            guarantee = (
+                f"({pld:.4g}, {delta:g})-differential privacy. "
+                f"Tight accounting (PLD): epsilon = {pld:.4g}; Rényi DP (RDP): epsilon = {rdp:.4g}."
+            )
+        lines = [
+            f"Guarantee: {guarantee}",
+            "Unit of privacy: one sample (one record of the dataset); a person with several records is protected less.",
+            f"Adjacency: {self.adjacency}; {_ADJACENCY_WORDS[self.adjacency]}.",
+            f"Sampling: {self.sampling.describe()}.",
+            f"Accounting: {self.sampling.accounted}; sensitivity {self.sampling.sensitivity_factor} × bound.",
+            f"Steps: {self.steps:,}, each one sum divided by the expected batch size {self.expected_batch}.",
+            f"Noise: multiplier {self.noise_multiplier:.6g}, standard deviation {self.noise_std:.6g} on each sum.",
+            f"Scaling: {self.scaling}, so that no sample adds more than {self.bound:.6g}.",
+            *([self.sampling.note] if self.sampling.note else []),
+            _NOT_COUNTED,
+        ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, ready for JSON."""
+        return {
+            "scaling": _named(self.scaling, RULES),
+            "sampling": _named(self.sampling, SAMPLERS),
+            "steps": None if self.steps is None else int(self.steps),
+            "epochs": self.epochs,
+            "noise_multiplier": self.noise_multiplier,
+            "delta": self.delta,
+            "accountant": self.accountant,
+            "unsafe_no_noise": self.unsafe_no_noise,
+        }
+
+    def _epsilon(self, delta: float, steps: int | None, accountant: Accountant) -> float:
+        return accounting.epsilon(self.event(steps), delta=delta, adjacency=self.adjacency, accountant=accountant)
+
+    def _check_target(self, owner: str, epsilon: float, delta: float) -> None:
+        require_positive(owner, "epsilon", epsilon, action="It is the privacy budget; 1 to 10 is usual.")
+        require(is_number(delta) and 0 < delta < 1, owner, "delta", "a number in (0, 1)", delta, "Try 1e-5.")
+        if self.unsafe_no_noise:
+            raise ValueError(f"{owner} has no noise to calibrate: the plan has unsafe_no_noise=True. Drop it.")
+
+    def _delta(self, owner: str, delta: float | None) -> float:
+        if delta is None:
+            action = "Pass delta=..., or calibrate the plan, which records one."
+            require(self.delta is not None, owner, "delta", "given for a plan that has none", delta, action)
+            assert self.delta is not None
+            return self.delta
+        self._check_delta(owner, delta)
+        return delta
+
+    def _sigma(self, what: str) -> float:
+        if self.noise_multiplier is None:
+            raise ValueError(
+                f"Plan.{what} needs a noise multiplier, and this plan is not calibrated. "
+                "Call plan = plan.calibrate(epsilon=..., delta=...), or pass noise_multiplier=... to Plan."
+            )
+        return self.noise_multiplier
+
+    def _steps(self, what: str) -> int:
+        if self.steps is None:
+            raise ValueError(
+                f"Plan.{what} needs the number of steps, and this plan has none. "
+                "Call plan = plan.calibrate_steps(epsilon=..., delta=...), or give Plan steps=... or epochs=...."
+            )
+        return self.steps
+
+
+def _named(value: Scaling | Sampling, registry: dict[str, Any]) -> dict[str, Any]:
+    names = {kind: name for name, kind in registry.items()}
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+    # Strict JSON has no infinity; Clip(C=inf) is the only one that can occur.
+    fields = {name: "inf" if field == math.inf else field for name, field in fields.items()}
+    return {"name": names.get(type(value), type(value).__name__), **fields}

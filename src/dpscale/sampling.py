@@ -1,0 +1,339 @@
+"""Who is in the batch: Poisson, FixedSize, FullBatch, Shuffled, each with the accounting event it earns.
+
+What a sampler draws and what an accountant is told about it must be one fact. So a sampler emits both: the
+indices of a step (`Sampling.draws`) and the event those draws amount to (`Sampling.event`). The adjacency under
+which the event holds belongs to the sampler too, and with it the sensitivity of the sum:
+
+| sampler     | a sample is in a batch      | adjacency                 | sensitivity/bound | event            |
+|-------------|-----------------------------|---------------------------|-------------------|------------------|
+| `Poisson`   | with probability batch/size | add-remove                | 1                 | Poisson-sampled  |
+| `FixedSize` | if among ``batch`` drawn    | replace-one               | 2                 | w/o replacement  |
+| `FullBatch` | always                      | add-remove or replace-one | 1 or 2            | Gaussian × steps |
+| `Shuffled`  | once per epoch              | zero-out or replace-one   | 1 or 2            | Gaussian × epochs|
+
+``size`` and ``batch`` are public constants, stated by the user and never counted from the data. Sums are divided
+by ``batch``, the *expected* size: the realised one is private.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+import dp_accounting
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from dpscale.checks import is_number, require, require_count, require_positive
+
+Adjacency = Literal["add-remove", "replace-one", "zero-out"]
+"""Which two datasets are neighbours: one sample more or less, one exchanged, or one made to contribute nothing."""
+
+Indices = NDArray[np.int64]
+_OVERFLOW = 1e-6  # most probability per step that a Poisson batch does not fit one physical batch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Draw:
+    """A logical batch padded to whole physical batches: ``indices[~mask]`` are 0 and must get weight 0."""
+
+    indices: Indices
+    mask: NDArray[np.bool_]
+
+
+def pad(indices: Indices, physical: int) -> Draw:
+    """Pad a logical batch to a multiple of ``physical``.
+
+    Guarantee: the length is ``max(1, ceil(n / physical)) * physical``. An empty batch is one fully masked physical
+    batch: a step that only adds noise, never a step that is skipped.
+
+    Example:
+        >>> pad(np.array([7, 9]), 3).mask
+        array([ True,  True, False])
+    """
+    require_count("pad", "physical", physical)
+    count = len(indices)
+    length = max(1, -(-count // physical)) * physical
+    padded = np.zeros(length, dtype=np.int64)
+    padded[:count] = indices
+    return Draw(indices=padded, mask=np.arange(length) < count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(ABC):
+    """How samples are chosen for each step, and what that choice is worth.
+
+    Guarantee: the indices from `draws` are distributed as `event` says, under ``adjacency``.
+
+    Args:
+        size: number of samples in the dataset, a public constant.
+        batch: expected number of samples per step, the public constant by which sums are divided.
+    """
+
+    accounted: ClassVar[str]  # how the event is accounted, in plain words
+
+    size: int
+    batch: int
+    adjacency: Adjacency
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        action = "The dataset is empty: give it samples." if self.size == 0 else "Pass len(dataset)."
+        require_count(owner, "size", self.size, action=action)
+        require_count(owner, "batch", self.batch, action="It is the expected number of samples per step.")
+        require(
+            self.batch <= self.size,
+            owner,
+            "batch",
+            f"at most size = {self.size}",
+            self.batch,
+            "Take a smaller batch, or FullBatch for every sample in every step.",
+        )
+
+    @property
+    def rate(self) -> float:
+        """batch/size: the probability that a given sample is in a given batch."""
+        return self.batch / self.size
+
+    @property
+    def sensitivity_factor(self) -> int:
+        """Sensitivity of the sum over the bound of one sample: 2 where one sample takes another's place, else 1."""
+        return 2 if self.adjacency == "replace-one" else 1
+
+    @property
+    def physical_batch(self) -> int:
+        """The one shape to which logical batches are padded."""
+        return self.batch
+
+    @property
+    def note(self) -> str:
+        """What a reader of the privacy statement must be told about this sampler; empty if nothing."""
+        return ""
+
+    def steps(self, epochs: float) -> int:
+        """ceil(epochs · size / batch), in exact arithmetic: the number of steps in so many epochs.
+
+        Example:
+            >>> Poisson(size=60_000, batch=512).steps(20)
+            2344
+        """
+        return math.ceil(_fraction(type(self).__name__, epochs) * Fraction(self.size, self.batch))
+
+    def event(self, noise_multiplier: float, steps: int) -> dp_accounting.DpEvent:
+        """What ``steps`` steps release, for an accountant; nothing (`NoOpDpEvent`) after 0 steps.
+
+        ``noise_multiplier`` is noise std / bound, whatever the adjacency. The Gaussian inside the event has noise
+        std / *sensitivity*, so that no accountant has to know about the factor 2 of replace-one.
+        """
+        owner = f"{type(self).__name__}.event"
+        ok = is_number(noise_multiplier) and 0 <= noise_multiplier < math.inf
+        require(ok, owner, "noise_multiplier", "a finite number >= 0", noise_multiplier)
+        ok = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
+        require(ok, owner, "steps", "an integer >= 0", steps, "Count the steps taken so far.")
+        if steps == 0:
+            return dp_accounting.NoOpDpEvent()
+        gaussian = dp_accounting.GaussianDpEvent(noise_multiplier / self.sensitivity_factor)
+        return self._compose(gaussian, steps)
+
+    def draws(self, rng: np.random.Generator, *, start: int = 0) -> Iterator[Indices]:
+        """The indices of step ``start``, ``start + 1``, … without end.
+
+        One key is taken from ``rng``; every step (every epoch, for `Shuffled`) has its own generator under that
+        key. So a run is resumed at step k by the same seed and ``start=k``, with no other state to save. The
+        amplification claimed for a sampler needs the draws to be secret: seed ``rng`` from the system
+        (``numpy.random.default_rng()``) unless the run is only an experiment.
+        """
+        ok = isinstance(start, int) and not isinstance(start, bool) and start >= 0
+        require(ok, f"{type(self).__name__}.draws", "start", "an integer >= 0", start)
+        key: tuple[int, ...] = tuple(rng.integers(0, 2**32, size=8, dtype=np.uint32).tolist())
+        return self._draws(key, start)
+
+    def _draws(self, key: tuple[int, ...], start: int) -> Iterator[Indices]:
+        step = start
+        while True:
+            yield self._draw(_generator(key, step))
+            step += 1
+
+    @abstractmethod
+    def _draw(self, rng: np.random.Generator) -> Indices: ...
+
+    @abstractmethod
+    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent: ...
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The sampler in plain words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poisson(Sampling):
+    """Each sample is in the batch with probability batch/size, independently of every other. The default.
+
+    A logical batch has a random size, possibly 0; ``batch`` is its expectation.
+    """
+
+    accounted = "privacy loss of a Poisson-sampled Gaussian, both ways, composed over the steps"
+    adjacency: Adjacency = field(init=False, default="add-remove")
+
+    @property
+    def physical_batch(self) -> int:
+        """A multiple of 8 that a logical batch exceeds with probability below 1e-6 per step; at most ``size``."""
+        fits = int(stats.binom.isf(_OVERFLOW / 2, self.size, self.rate))
+        return min(self.size, -(-fits // 8) * 8)
+
+    def _draw(self, rng: np.random.Generator) -> Indices:
+        # Independent coins = a binomial count, then a uniform subset of that size; cheaper than `size` coins.
+        return _subset(rng, self.size, int(rng.binomial(self.size, self.rate)))
+
+    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+        return dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(self.rate, gaussian), steps)
+
+    def describe(self) -> str:
+        """The sampler in plain words."""
+        return (
+            f"Poisson sampling: at every step each of {self.size:,} samples is in the batch with probability "
+            f"{self.batch}/{self.size} = {self.rate:.6g}, independently"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedSize(Sampling):
+    """Exactly ``batch`` samples, uniformly without replacement, afresh at every step.
+
+    Neighbours replace one sample, so the sum can move by 2·bound: the same noise buys far less than under
+    `Poisson` (MNIST preset at σ = 0.9: ε = 27.8 against 2.94).
+    """
+
+    accounted = "tight privacy loss of a Gaussian sampled without replacement, composed over the steps"
+    adjacency: Adjacency = field(init=False, default="replace-one")
+
+    def _draw(self, rng: np.random.Generator) -> Indices:
+        return _subset(rng, self.size, self.batch)
+
+    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+        return dp_accounting.SelfComposedDpEvent(
+            dp_accounting.SampledWithoutReplacementDpEvent(self.size, self.batch, gaussian), steps
+        )
+
+    def describe(self) -> str:
+        """The sampler in plain words."""
+        return (
+            f"fixed-size sampling: at every step {self.batch} of {self.size:,} samples, uniformly without "
+            "replacement, drawn afresh"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullBatch(Sampling):
+    """Every sample at every step: nothing is hidden by sampling, and the Gaussian releases compose exactly."""
+
+    accounted = "exact, one Gaussian release per step"
+    batch: int = field(init=False, repr=False)
+    adjacency: Adjacency = "add-remove"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batch", self.size)
+        super().__post_init__()
+        _require_adjacency(self, "add-remove", "replace-one")
+
+    def _draw(self, rng: np.random.Generator) -> Indices:
+        return np.arange(self.size, dtype=np.int64)
+
+    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+        return dp_accounting.SelfComposedDpEvent(gaussian, steps)
+
+    def describe(self) -> str:
+        """The sampler in plain words."""
+        return f"full batch: all {self.size:,} samples at every step, so no amplification by sampling"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shuffled(Sampling):
+    """Shuffled epochs, as ordinary loaders do: each sample exactly once per epoch, the last batch maybe short.
+
+    No amplification is claimed. A sample is in one release per epoch, so the cost is that of one Gaussian release
+    per epoch begun, and the noise that gives a useful ε is far larger than under `Poisson`.
+    """
+
+    accounted = "exact, one Gaussian release per epoch begun, no amplification by sampling"
+    adjacency: Adjacency = "zero-out"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_adjacency(self, "zero-out", "replace-one")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """ceil(size/batch): a short last batch is a step like any other."""
+        return -(-self.size // self.batch)
+
+    @property
+    def note(self) -> str:
+        """Why the noise is so large."""
+        return (
+            "NOTE: shuffled epochs get NO amplification by sampling here. The cost counts one full Gaussian "
+            "release per epoch begun; use Poisson for a far smaller epsilon at the same noise."
+        )
+
+    def steps(self, epochs: float) -> int:
+        """ceil(epochs · steps_per_epoch), in exact arithmetic."""
+        return math.ceil(_fraction("Shuffled", epochs) * self.steps_per_epoch)
+
+    def _draws(self, key: tuple[int, ...], start: int) -> Iterator[Indices]:
+        epoch, first = divmod(start, self.steps_per_epoch)
+        while True:
+            order = _generator(key, epoch).permutation(self.size)
+            for step in range(first, self.steps_per_epoch):
+                yield order[step * self.batch : (step + 1) * self.batch]
+            epoch, first = epoch + 1, 0
+
+    def _draw(self, rng: np.random.Generator) -> Indices:
+        raise AssertionError("a shuffled batch depends on its epoch: _draws does the work")
+
+    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+        return dp_accounting.SelfComposedDpEvent(gaussian, -(-steps // self.steps_per_epoch))
+
+    def describe(self) -> str:
+        """The sampler in plain words."""
+        return (
+            f"shuffled epochs: {self.size:,} samples in random order, {self.batch} at a time, "
+            f"{self.steps_per_epoch} steps per epoch"
+        )
+
+
+def _fraction(owner: str, epochs: float) -> Fraction:
+    # Through the decimal text, so that 0.1 epochs means 1/10 and not the binary float a little above it.
+    require_positive(f"{owner}.steps", "epochs", epochs, action="Pass the number of passes over the data.")
+    return Fraction(epochs) if isinstance(epochs, int) else Fraction(repr(float(epochs)))
+
+
+def _generator(key: tuple[int, ...], index: int) -> np.random.Generator:
+    return np.random.default_rng([*key, index])
+
+
+def _subset(rng: np.random.Generator, size: int, count: int) -> Indices:
+    # Sorted: the order within a batch means nothing, and sorted reads are kinder to storage.
+    return np.sort(rng.choice(size, count, replace=False, shuffle=False)).astype(np.int64, copy=False)
+
+
+def _require_adjacency(sampling: Sampling, *allowed: Adjacency) -> None:
+    require(
+        sampling.adjacency in allowed,
+        type(sampling).__name__,
+        "adjacency",
+        " or ".join(repr(a) for a in allowed),
+        sampling.adjacency,
+        "Say which two datasets are to be indistinguishable.",
+    )
+
+
+SAMPLERS: dict[str, type[Sampling]] = {
+    "poisson": Poisson,
+    "fixed-size": FixedSize,
+    "full-batch": FullBatch,
+    "shuffled": Shuffled,
+}
+"""Every sampler by its short name: the command line and the conformance tests read this."""

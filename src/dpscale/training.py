@@ -1,0 +1,275 @@
+"""The private step, and the loop around it."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from dpscale.checks import require, require_count
+from dpscale.engine import LossFn, batch_size, scaled_sum, trainable
+from dpscale.engine.loop import Recorder
+from dpscale.noise import Key, add_noise
+from dpscale.plan import Plan
+from dpscale.sampling import pad
+
+
+class BudgetExhausted(RuntimeError):
+    """Every planned step is used up; nothing was released."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step saw. All of it is exact, without noise: for research on public data, never for release.
+
+    Attributes:
+        loss: mean over the samples drawn (0 for an empty batch).
+        losses, norms, weights, mask: per sample of the padded batch, (B,).
+        ignored: how many samples had a gradient that is not finite, and so added nothing.
+    """
+
+    loss: Tensor
+    losses: Tensor
+    norms: Tensor
+    weights: Tensor
+    mask: Tensor
+    ignored: Tensor
+
+
+class Private:
+    """A model and its optimizer under a privacy plan; made by `privatize`.
+
+    Attributes:
+        model, optimizer: yours, unchanged; schedulers and hooks on them work as ever.
+        plan: the source of σ, bound and ε.
+        steps: how many logical batches may be released in all.
+        steps_taken: how many logical batches have been released.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, seed: int | None, micro_batch: int) -> None:
+        self.model, self.optimizer, self.plan = model, optimizer, plan
+        assert plan.steps is not None
+        self.steps = plan.steps
+        self.steps_taken = 0
+        self._key = Key(seed)
+        self._micro_batch = micro_batch
+        self._drawn: Tensor | None = None  # mask of the batch that was drawn and not yet used
+        self._unstepped = False
+        self._recorder = Recorder(model)
+        optimizer.register_step_post_hook(self._stepped)
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """ε spent so far; 0 before the first step."""
+        return self.plan.epsilon(delta=delta, steps=self.steps_taken)
+
+    def batches(self, dataset: Dataset[Any], **loader: Any) -> Iterator[Any]:
+        """Draw the planned batches, those already taken left out.
+
+        Each is drawn by the plan's sampler and padded to a fixed shape; the padding is masked out of every sum. Use each with
+        `step` or `backward` before taking the next. An empty draw is a batch like any other: a step of noise.
+
+        Args:
+            dataset: a `TensorDataset` (indexed on the device where its tensors are), or any map-style dataset.
+            loader: for other than tensor datasets, passed on to `torch.utils.data.DataLoader` (``num_workers``,
+                ``collate_fn``, …). Sampling belongs to the plan: ``batch_size``, ``shuffle`` and the like are refused.
+        """
+        size = len(dataset)  # type: ignore[arg-type]
+        require(size > 0, "batches", "dataset", "a dataset with at least one sample", "an empty dataset")
+        require(
+            size == self.plan.sampling.size, "batches", "dataset", f"of {self.plan.sampling.size} samples, as planned",
+            size, f"Plan with {type(self.plan.sampling).__name__}(size={size}, ...), so that sampler and accountant agree.",
+        )  # fmt: skip
+        taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & set(loader)
+        require(not taken, "batches", "loader", "without options that change the sampling", sorted(taken),
+                "Choose the sampler in the plan.")  # fmt: skip
+        return self._batches(dataset, loader)
+
+    def _batches(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> Iterator[Any]:
+        masks: deque[Tensor] = deque()
+
+        def draws() -> Iterator[list[int]]:
+            drawn = self.plan.sampling.draws(self._key.generator("sampling"), start=self.steps_taken)
+            for indices in islice(drawn, self.steps - self.steps_taken):
+                draw = pad(indices, self._micro_batch)
+                masks.append(torch.from_numpy(draw.mask))
+                yield draw.indices.tolist()
+
+        fetched = (
+            (tuple(t[torch.tensor(i, device=t.device)] for t in dataset.tensors) for i in draws())
+            if isinstance(dataset, TensorDataset)
+            else DataLoader(dataset, batch_sampler=draws(), **loader)
+        )
+        try:
+            for batch in fetched:
+                self._drawn = masks.popleft()
+                self._recorder.start(len(self._drawn))
+                yield batch
+        finally:
+            self._drawn = None
+            self._recorder.stop()
+
+    def step(self, batch: Any, loss_fn: LossFn) -> StepReport:
+        """One private step (Algorithm 1) on a batch from `batches`.
+
+        Args:
+            batch: as drawn; it may have been moved to a device or transformed sample by sample.
+            loss_fn: ``loss_fn(model, batch)`` -> per-sample losses, shape (B,).
+        """
+        mask = self._take(batch)
+        sums: dict[str, Tensor] = {}
+        reports = []
+        for part, part_mask in _split(batch, mask, self._micro_batch):
+            with self._recorder.paused(), _memory_advice(self._micro_batch):
+                out = scaled_sum(self.model, loss_fn, part, self.plan.scaling, part_mask)  # Σ w(‖g‖)·g
+            sums = {n: sums[n] + g if n in sums else g for n, g in out.grads.items()}
+            reports.append(out)
+        report = _report(reports, mask)
+        self._release(sums, report)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return report
+
+    def backward(self, losses: Tensor) -> StepReport:
+        """In place of ``losses.mean().backward()`` in a loop of your own: afterwards every ``.grad`` is private.
+
+        Call it once per batch of `batches`, on the per-sample losses of that whole batch, then ``optimizer.step()``.
+
+        Args:
+            losses: shape (B,), from a forward of the model on the drawn batch.
+        """
+        if self._unstepped and any(p.grad is not None for p in self.model.parameters()):
+            raise RuntimeError(
+                "backward() was called again before optimizer.step(). A second release would overwrite the first, and both would "
+                "be charged. Call optimizer.step() and optimizer.zero_grad() first; for larger batches, raise the plan's batch."
+            )
+        mask = self._take(losses)
+        with _memory_advice(self._micro_batch):
+            out = self._recorder.scaled_sum(losses, self.plan.scaling, mask)
+        report = _report([out], mask)
+        self._release(out.grads, report)
+        self._unstepped = True
+        return report
+
+    def _take(self, batch: Any) -> Tensor:
+        """The mask of the drawn batch, after every check that could refuse it. Nothing is changed yet."""
+        if self.steps_taken >= self.steps:
+            raise BudgetExhausted(
+                f"All {self.steps} planned steps are taken, and with them the privacy budget. Nothing was released. "
+                "To train longer, plan more steps and calibrate again, before training."
+            )
+        if self._drawn is None:
+            raise RuntimeError(
+                "No drawn batch is waiting: step() and backward() take each batch that private.batches(dataset) yields, once. "
+                "A batch of your own making would not be sampled as the accountant assumes."
+            )
+        samples, device = batch_size(batch)
+        require(
+            samples == len(self._drawn), "step", "batch", f"of {len(self._drawn)} rows, as drawn (padding included)",
+            samples, "Pass on every row; the padding is masked inside.",
+        )  # fmt: skip
+        return self._drawn.to(device)
+
+    def _release(self, sums: Mapping[str, Tensor], report: StepReport) -> None:
+        """Book the step, add the noise once, divide by the expected batch size, and hand over to the optimizer."""
+        if bool(report.ignored) and int(report.ignored) == int(report.mask.sum()):
+            require_finite(self.model)
+        self._drawn = None
+        self._recorder.stop()
+        self.steps_taken += 1
+        noisy = add_noise(sums, self.plan.noise_std, self._key, self.steps_taken)
+        for name, p in trainable(self.model).items():
+            p.grad = (noisy[name] / self.plan.expected_batch).to(p.dtype)
+
+    def _stepped(self, *_: Any) -> None:
+        self._unstepped = False
+
+
+def privatize(
+    model: nn.Module, optimizer: Optimizer, plan: Plan, *, seed: int | None = None, micro_batch: int | None = None
+) -> Private:
+    """Train ``model`` with ``optimizer`` under ``plan``.
+
+    Guarantee: the parameters after any number of steps are (ε, δ)-differentially private, ε = ``private.epsilon(delta)``,
+    under the adjacency that ``plan.statement()`` names, if no randomness leaks and nothing else about the data is published.
+
+    Args:
+        model: any module that treats samples apart; checked at the first step.
+        optimizer: any torch optimizer over the model's parameters. It sees ordinary ``.grad``.
+        plan: calibrated.
+        seed: None for the operating system's randomness; an integer makes the run reproducible, and its noise guessable.
+        micro_batch: rows per forward; None for a whole logical batch. A matter of memory alone: results do not depend on it.
+
+    Example:
+        >>> import torch, dpscale; from torch import nn; from torch.utils.data import TensorDataset
+        >>> data = TensorDataset(torch.randn(200, 5), torch.randint(0, 2, (200,)))
+        >>> model = nn.Linear(5, 2); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> plan = dpscale.Plan(scaling=dpscale.PSASC(C=1.0, s=0.5, r=0.01),
+        ...                     sampling=dpscale.Poisson(size=200, batch=20), steps=3).calibrate(epsilon=3, delta=1e-4)
+        >>> private = dpscale.privatize(model, optimizer, plan)
+        >>> def loss_fn(model, batch):
+        ...     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        >>> for batch in private.batches(data):
+        ...     _ = private.step(batch, loss_fn)
+        >>> private.steps_taken, private.epsilon(1e-4) <= 3
+        (3, True)
+    """
+    require(plan.noise_multiplier is not None, "privatize", "plan", "calibrated", "a plan without a noise multiplier",
+            "Call plan.calibrate(epsilon=..., delta=...), or give noise_multiplier.")  # fmt: skip
+    require(plan.steps is not None, "privatize", "plan", "one that says how many steps", "a plan without steps",
+            "Give steps or epochs, or call plan.calibrate_steps(epsilon=..., delta=...).")  # fmt: skip
+    if micro_batch is not None:
+        require_count("privatize", "micro_batch", micro_batch)
+    require_finite(model)
+    names = {id(p): n for n, p in trainable(model).items()}
+    steered = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    strangers = len(steered - {id(p) for p in model.parameters()})
+    require(not strangers, "privatize", "optimizer", "over parameters of the model alone", f"{strangers} other tensors",
+            "They would be trained without privacy, or not at all. Put them into the model.")  # fmt: skip
+    idle = [n for i, n in names.items() if i not in steered]
+    require(not idle, "privatize", "optimizer", "over every trainable parameter", f"one without {idle[:3]}",
+            "Add them, or freeze them with requires_grad_(False): they count in every norm.")  # fmt: skip
+    return Private(model, optimizer, plan, seed, micro_batch or plan.sampling.physical_batch)
+
+
+def require_finite(model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite parameters: no gradient of it means anything."""
+    for name, p in model.named_parameters():
+        if not bool(torch.isfinite(p).all()):
+            raise ValueError(
+                f"Parameter {name!r} holds NaN or infinity, so every sample's gradient does. Nothing was released. Load or "
+                "initialize the model again; if it diverged, lower the learning rate."
+            )
+
+
+@contextmanager
+def _memory_advice(rows: int) -> Iterator[None]:
+    """Say what to do when a micro-batch does not fit."""
+    try:
+        yield
+    except RuntimeError as error:
+        full = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+        if not full:
+            raise
+        raise MemoryError(
+            f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. Call privatize(..., "
+            f"micro_batch={max(1, rows // 2)}): the result does not depend on it."
+        ) from error
+
+
+def _split(batch: Any, mask: Tensor, rows: int) -> Iterator[tuple[Any, Tensor]]:
+    """Micro-batches of one shape; a draw is always padded to a whole number of them."""
+    for k in range(0, len(mask), rows):
+        yield tree_map(lambda t, k=k: t[k : k + rows] if isinstance(t, Tensor) else t, batch), mask[k : k + rows]
+
+
+def _report(parts: list[Any], mask: Tensor) -> StepReport:
+    losses, norms, weights = (torch.cat([getattr(p, f) for p in parts]) for f in ("losses", "norms", "weights"))
+    loss = losses.where(mask, 0).sum() / mask.sum().clamp(min=1)
+    return StepReport(loss, losses, norms, weights, mask, sum(p.ignored for p in parts))
