@@ -56,7 +56,7 @@ def gradients(captures: Sequence[Capture], grads: Sequence[Sequence[Tensor | Non
                     (through if key in capture.derived else uses).setdefault(key, []).append(form)
         for name, form in _chained(capture, {k: total(f) for k, f in through.items()}):
             uses.setdefault(name, []).append(form)
-    return {name: total(forms) for name, forms in uses.items()}
+    return {name: total(forms).settle() for name, forms in uses.items()}
 
 
 def edges(capture: Capture) -> list[torch.autograd.graph.GradientEdge]:

@@ -33,12 +33,25 @@ class Patches(Form):
     dilation: tuple[int, ...]
     groups: int
 
+    @property
+    def _patch_numbers(self) -> int:
+        """Numbers in one sample's patches: what unfolding costs."""
+        positions = self.x.shape[1] * math.prod(self.g.shape[3:])
+        return positions * self.x.shape[2] * math.prod(self.weight_shape[2:])
+
+    def settle(self) -> Form:
+        """The gradients themselves where positions are many and the weight small; then no second pass over the input."""
+        positions = self.x.shape[1] * math.prod(self.g.shape[3:])
+        inputs, outputs = math.prod(self.weight_shape[1:]), self.weight_shape[0] // self.groups
+        numbers = len(self.x) * max(self._patch_numbers, math.prod(self.weight_shape))
+        many = positions * (inputs + outputs) > inputs * outputs
+        return Dense(self.per_sample()) if many and numbers <= CHUNK else self
+
     def norm2(self) -> Tensor:
         """Per group, the norm of the outer-product form over patches, a chunk of samples at a time."""
-        patch_numbers = math.prod(self.g.shape[3:]) * self.x.shape[2] * math.prod(self.weight_shape[2:])
-        step = max(1, CHUNK // max(1, self.x.shape[1] * patch_numbers))
+        step = max(1, CHUNK // self._patch_numbers)
         parts = [self._slice(k, k + step)._outer().norm2() for k in range(0, len(self.x), step)]
-        return torch.cat(parts).view(-1, self.groups).sum(1) if parts else wide(self.x).new_zeros(0)
+        return torch.cat(parts).view(-1, self.groups).sum(1)
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One ordinary weight gradient, at the output gradient weighted per sample."""
@@ -80,14 +93,13 @@ class Patches(Form):
         for d in range(space):  # a view (B·K, C, *L, *kernel): nothing is copied until the reshape
             reach = self.dilation[d] * (self.weight_shape[2 + d] - 1) + 1
             x = x.unfold(2 + d, reach, self.stride[d])[..., :: self.dilation[d]]
-        kernel = tuple(range(2 + space, 2 + 2 * space))
         x = x.unflatten(0, (samples, images)).unflatten(2, (self.groups, -1))  # (B, K, G, C/G, *L, *kernel)
-        positions = tuple(range(4, 4 + space))
-        order = (0, 2, 1, *positions, 3, *(d + 2 for d in kernel))
-        a = x.permute(order).flatten(-1 - space).flatten(2, -2).flatten(0, 1)
+        positions, kernel = range(4, 4 + space), range(4 + space, 4 + 2 * space)
+        # Positions last: they lie side by side in memory, so the copy runs along them.
+        a = x.permute(0, 2, 3, *kernel, 1, *positions).flatten(-1 - space).flatten(2, -2).flatten(0, 1)
         g = wide(self.g).unflatten(2, (self.groups, -1))  # (B, K, G, O/G, *L)
-        g = g.permute(0, 2, 1, *positions, 3).flatten(2, -2).flatten(0, 1)
-        return Outer(a, g)
+        g = g.permute(0, 2, 3, 1, *positions).flatten(3).flatten(0, 1)
+        return Outer(a.mT, g.mT)
 
 
 class Convolution(Rule):

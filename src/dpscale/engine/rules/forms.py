@@ -39,6 +39,10 @@ class Form(ABC):
     def map(self, change: "Change") -> "Form":
         """The same form with ``change`` applied to its batched operands."""
 
+    def settle(self) -> "Form":
+        """The form that makes norm and weighted sum cheapest together: itself, or the gradients where they are small."""
+        return self
+
     def join(self, other: "Form") -> "Form | None":
         """One form for the sum of the two, or None where only the gradients themselves can be added."""
         return None
@@ -48,7 +52,8 @@ class Change(ABC):
     """A change of a batched operand (its leading dimension is B): see `Widen` and `Drop`."""
 
     @abstractmethod
-    def __call__(self, operand: Tensor) -> Tensor: ...
+    def __call__(self, operand: Tensor) -> Tensor:
+        """The operand, changed."""
 
 
 class Widen(Change):
@@ -79,7 +84,7 @@ class Dense(Form):
 
     def norm2(self) -> Tensor:
         """Sum of squares."""
-        return wide(self.grad_B).flatten(1).square().sum(1)
+        return torch.linalg.vector_norm(wide(self.grad_B).flatten(1), dim=1).square()
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One matrix-vector product."""

@@ -25,19 +25,28 @@ class Outer(Form):
     a_BTI: Tensor
     g_BTO: Tensor
 
+    @property
+    def gram(self) -> bool:
+        """Whether T² pairs are cheaper than I·O entries. If not, the gradients are also smaller than the operands."""
+        t, i, o = self.a_BTI.shape[1], self.a_BTI.shape[2], self.g_BTO.shape[2]
+        return t == 1 or t * (i + o) <= i * o
+
+    def settle(self) -> Form:
+        """The gradients themselves where that is cheaper, if they fit."""
+        numbers = len(self.a_BTI) * self.a_BTI.shape[2] * self.g_BTO.shape[2]
+        return self if self.gram or numbers > CHUNK else Dense(self.per_sample())
+
     def norm2(self) -> Tensor:
-        """By the Gram identity where T² pairs are cheaper than I·O entries, else by the gradients in chunks."""
+        """By the Gram identity, or by the gradients a chunk of samples at a time."""
         a, g = wide(self.a_BTI), wide(self.g_BTO)
-        samples, t, i = a.shape
-        o = g.shape[2]
-        if t == 1:
+        if self.a_BTI.shape[1] == 1:
             return a.square().sum((1, 2)) * g.square().sum((1, 2))
-        if t * (i + o) <= i * o:
+        if self.gram:
             gram = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT))
             return gram.sum((1, 2)).clamp_(min=0)  # rounding may leave a tiny negative
-        step = max(1, CHUNK // (i * o))
-        parts = [Outer(a[k : k + step], g[k : k + step]).per_sample() for k in range(0, samples, step)]
-        return torch.cat([p.square_().sum((1, 2)) for p in parts]) if parts else a.new_zeros(0)
+        step = max(1, CHUNK // (a.shape[2] * g.shape[2]))
+        parts = [Dense(Outer(a[k : k + step], g[k : k + step]).per_sample()) for k in range(0, len(a), step)]
+        return torch.cat([p.norm2() for p in parts])
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One matrix product over samples and positions together."""

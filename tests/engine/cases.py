@@ -1,0 +1,142 @@
+"""Small models, one family per rule of the engine, drawn by hypothesis; and the two ways to compute a scaled sum."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import dpscale
+from dpscale.engine.reference import reference_sum
+from dpscale.engine.rules.convolution import Convolution
+from dpscale.engine.rules.embedding import Embedding
+from dpscale.engine.rules.linear import Linear
+from dpscale.engine.rules.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+
+SCALINGS = [
+    dpscale.Clip(C=0.3),
+    dpscale.AutoS(C=0.5, r=0.01),
+    dpscale.PSAC(C=0.3, r=0.01),
+    dpscale.PSASC(C=0.3, s=0.5, r=0.01),
+]
+BATCHES = st.sampled_from([0, 1, 2, 3, 5])
+
+
+@dataclass
+class Case:
+    model: nn.Module
+    batch: Any
+
+    def __repr__(self) -> str:
+        return f"{self.model}\non {[tuple(t.shape) for t in self.batch]}"
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    """Any smooth function of each sample's output that is linear in nothing."""
+    out = model(batch[0])
+    return torch.sin(out + 0.3).flatten(1).sum(1) if out.ndim > 1 else torch.sin(out + 0.3)
+
+
+class Strided(nn.Module):
+    """Hands its inner module a non-contiguous view of the input."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.stack([x, x + 1], dim=-1)[..., 0])
+
+
+def wrap(draw: Any, model: nn.Module) -> nn.Module:
+    """Randomize, freeze some parameters, perhaps make the input strided."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    parameters = list(model.parameters())
+    if len(parameters) > 1 and draw(st.booleans()):
+        parameters[draw(st.integers(0, len(parameters) - 1))].requires_grad_(False)
+    return Strided(model) if draw(st.booleans()) else model
+
+
+def randn(draw: Any, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@st.composite
+def linears(draw: Any) -> Case:
+    leading = draw(st.lists(st.integers(1, 4), max_size=2))
+    i, o = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    model = nn.Sequential(nn.Linear(i, o, bias=draw(st.booleans())), nn.Tanh(), nn.Linear(o, 2)).double()
+    return Case(wrap(draw, model), (randn(draw, draw(BATCHES), *leading, i),))
+
+
+@st.composite
+def convolutions(draw: Any) -> Case:
+    dims = draw(st.integers(1, 3))
+    groups = draw(st.sampled_from([1, 2]))
+    kernel = tuple(draw(st.integers(1, 3)) for _ in range(dims))
+    dilation = tuple(draw(st.integers(1, 2)) for _ in range(dims))
+    stride = tuple(draw(st.integers(1, 3)) for _ in range(dims))
+    padding: Any = tuple(draw(st.integers(0, 2)) for _ in range(dims))
+    if draw(st.booleans()):
+        padding, stride = draw(st.sampled_from(["same", "valid"])), (1,) * dims
+    mode = draw(st.sampled_from(["zeros", "zeros", "reflect", "circular", "replicate"])) if dims == 2 else "zeros"
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](
+        groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 3)), kernel, stride, padding, dilation, groups,
+        bias=draw(st.booleans()), padding_mode=mode,
+    )  # fmt: skip
+    space = [draw(st.integers(5, 7)) for _ in range(dims)]
+    x = randn(draw, draw(BATCHES), conv.in_channels, *space)
+    return Case(wrap(draw, conv.double()), (x,))
+
+
+@st.composite
+def embeddings(draw: Any) -> Case:
+    table, width, length = draw(st.integers(2, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    padding = draw(st.one_of(st.none(), st.integers(-table, table - 1)))
+    model = nn.Sequential(nn.Embedding(table, width, padding_idx=padding), nn.Linear(width, 2)).double()
+    model = wrap(draw, model)
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    index = torch.randint(0, table, (draw(BATCHES), length), generator=seed)
+    return Case(model.inner if isinstance(model, Strided) else model, (index,))
+
+
+def normalizations(make: Callable[[Any, int], nn.Module], channels_first: bool) -> st.SearchStrategy[Case]:
+    @st.composite
+    def strategy(draw: Any) -> Case:
+        width, length = 2 * draw(st.integers(1, 2)), draw(st.integers(2, 4))
+        shape = (width, length) if channels_first else (length, width)
+        model = nn.Sequential(nn.Linear(shape[1], shape[1]), make(draw, width)).double()
+        return Case(wrap(draw, model), (randn(draw, draw(BATCHES), *shape),))
+
+    return strategy()
+
+
+CASES: dict[type, st.SearchStrategy[Case]] = {
+    Linear: linears(),
+    Convolution: convolutions(),
+    Embedding: embeddings(),
+    LayerNorm: normalizations(lambda draw, w: nn.LayerNorm(w, bias=draw(st.booleans())), False),
+    RMSNorm: normalizations(lambda draw, w: nn.RMSNorm(w, eps=draw(st.sampled_from([None, 1e-3]))), False),
+    GroupNorm: normalizations(lambda draw, w: nn.GroupNorm(draw(st.sampled_from([1, 2])), w), True),
+    InstanceNorm: normalizations(lambda draw, w: nn.InstanceNorm1d(w, affine=True), True),
+}
+"""For every rule of the engine, models that use it."""
+
+
+def check_equal(model, batch, rule, *, mask=None, points=None, loss=loss_fn, rtol=1e-9):
+    """The engine's sum, norms and weights are the oracle's; returns the engine's answer."""
+    out = dpscale.scaled_sum(model, loss, batch, rule, mask=mask, points=points)
+    sums, norms, weights = reference_sum(model, loss, batch, rule, mask=mask, points=points)
+    assert set(out.grads) == set(sums)
+    # Norms may differ by rounding of what was cancelled, so the scale is that of the largest.
+    size = norms.max().item() if len(norms) else 1.0
+    torch.testing.assert_close(out.norms.to(norms), norms, rtol=rtol, atol=rtol * size)
+    torch.testing.assert_close(out.weights.to(weights), weights, rtol=rtol * 100, atol=rtol)
+    for name, expected in sums.items():
+        torch.testing.assert_close(out.grads[name].to(expected), expected, rtol=rtol, atol=rtol * max(rule.bound, 1), msg=name)
+    return out

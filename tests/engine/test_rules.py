@@ -1,0 +1,87 @@
+"""Every rule of the engine equals the oracle, over drawn shapes, strides, masks, batch sizes and frozen parameters."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dpscale
+from dpscale.engine.reference import per_sample_gradients
+from dpscale.engine.rules import RULES
+
+from .cases import CASES, SCALINGS, check_equal, loss_fn
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
+every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+
+
+def test_every_rule_has_cases():
+    assert {type(rule) for rule in RULES} == set(CASES), "a rule of the engine was added without cases to test it"
+
+
+@every_rule
+def test_equals_oracle_in_float64(rule):
+    @given(case=CASES[type(rule)], scaling=st.sampled_from(SCALINGS), data=st.data())
+    def check(case, scaling, data):
+        samples = len(case.batch[0])
+        mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=samples, max_size=samples)), dtype=torch.bool)
+        out = check_equal(case.model, case.batch, scaling, mask=mask)
+        assert out.losses.shape == out.norms.shape == out.weights.shape == (samples,)
+
+    check()
+
+
+@every_rule
+def test_the_rule_is_what_ran(rule, monkeypatch):
+    """The cases above test the rule itself, not the generic one behind it."""
+    ran = []
+    forms = type(rule).forms
+    monkeypatch.setattr(type(rule), "forms", lambda self, call, g: ran.append(1) or forms(self, call, g))
+
+    @given(case=CASES[type(rule)])
+    def check(case):
+        if len(case.batch[0]) and any(p.requires_grad for p in case.model.parameters()):
+            dpscale.scaled_sum(case.model, loss_fn, case.batch, SCALINGS[0])
+
+    check()
+    assert len(ran) > 10
+
+
+@every_rule
+@pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=["float32", "bfloat16"])
+def test_equals_oracle_in_low_precision(rule, dtype, rtol):
+    """The oracle runs in the same type, so activations agree; what is compared is what the engine makes of them."""
+
+    @given(case=CASES[type(rule)], scaling=st.sampled_from(SCALINGS))
+    def check(case, scaling):
+        if not len(case.batch[0]):
+            return
+        model = copy.deepcopy(case.model).to(dtype)
+        batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in case.batch)
+        out = dpscale.scaled_sum(model, loss_fn, batch, scaling)
+        gradients = per_sample_gradients(model, loss_fn, batch)
+        norms = torch.stack([g.double().flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
+        assert out.norms.dtype == torch.float32
+        assert all(g.dtype == torch.float32 for g in out.grads.values())
+        torch.testing.assert_close(out.norms.double(), norms, rtol=rtol, atol=rtol * norms.max().item())
+
+    check()
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_one_sample_stays_within_the_bound(rule, dtype):
+    """Trap 11: the norm must bound the very gradient that is released, whatever the precision of the model."""
+
+    @given(case=CASES[type(rule)], scaling=st.sampled_from(SCALINGS))
+    def check(case, scaling):
+        model = copy.deepcopy(case.model).to(dtype)
+        for i in range(len(case.batch[0])):
+            one = tuple(t[i : i + 1].to(dtype) if t.is_floating_point() else t[i : i + 1] for t in case.batch)
+            out = dpscale.scaled_sum(model, loss_fn, one, scaling)
+            released = torch.cat([g.double().flatten() for g in out.grads.values()]).norm().item()
+            assert released <= scaling.bound * (1 + 1e-5)
+
+    check()
