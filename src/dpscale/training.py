@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpscale.checks import require, require_count
-from dpscale.engine import LossFn, batch_size, scaled_sum, trainable
+from dpscale.engine import LossFn, batch_size, require_finite, scaled_sum, trainable
 from dpscale.engine.loop import Recorder
 from dpscale.noise import Key, add_noise
 from dpscale.plan import Plan
@@ -126,7 +126,7 @@ class Private:
         sums: dict[str, Tensor] = {}
         reports = []
         for part, part_mask in _split(batch, mask, self._micro_batch):
-            with self._recorder.paused(), _memory_advice(self._micro_batch):
+            with _memory_advice(self._micro_batch):
                 out = scaled_sum(self.model, loss_fn, part, self.plan.scaling, part_mask)  # Σ w(‖g‖)·g
             sums = {n: sums[n] + g if n in sums else g for n, g in out.grads.items()}
             reports.append(out)
@@ -236,16 +236,6 @@ def privatize(
     require(not idle, "privatize", "optimizer", "over every trainable parameter", f"one without {idle[:3]}",
             "Add them, or freeze them with requires_grad_(False): they count in every norm.")  # fmt: skip
     return Private(model, optimizer, plan, seed, micro_batch or plan.sampling.physical_batch)
-
-
-def require_finite(model: nn.Module) -> None:
-    """Refuse a model with NaN or infinite parameters: no gradient of it means anything."""
-    for name, p in model.named_parameters():
-        if not bool(torch.isfinite(p).all()):
-            raise ValueError(
-                f"Parameter {name!r} holds NaN or infinity, so every sample's gradient does. Nothing was released. Load or "
-                "initialize the model again; if it diverged, lower the learning rate."
-            )
 
 
 @contextmanager

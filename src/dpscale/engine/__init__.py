@@ -15,6 +15,7 @@ from dpscale.engine.capture import Blueprint, BlueprintMismatch, Capture
 from dpscale.engine.combine import Weighted, combine, edges, gradients
 from dpscale.engine.inspection import inspect
 from dpscale.engine.taint import UnsupportedModel as UnsupportedModel
+from dpscale.engine.taint import require_finite as require_finite
 from dpscale.scaling import Scaling
 
 LossFn = Callable[[Any, Any], Tensor]

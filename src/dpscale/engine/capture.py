@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Rule
-from dpscale.engine.taint import UnsupportedModel
+from dpscale.engine.taint import UnsupportedModel, Watch
 
 Kind = Literal["rows", "expanded", "shared", "plain"]
 
@@ -79,6 +79,15 @@ class Meeting(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.keys: dict[int, str] = {}
+
+    def __enter__(self) -> Self:
+        Watch.count += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Watch.count -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,

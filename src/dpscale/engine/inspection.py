@@ -25,6 +25,7 @@ from dpscale.engine.taint import (
     SAMPLES,
     UnsupportedModel,
     differs,
+    require_finite,
     some,
     taints,
     undisturbed,
@@ -119,6 +120,8 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
         UnsupportedModel: samples are coupled, or a parameter is used where the engine cannot follow.
     """
 
+    require_finite(model)
+    saved = [p.detach().clone() for p in parameters.values()]
     expanded: set[int] = set()  # calls that repeat a parameter once per sample
 
     def record(data: Any) -> _Record:
@@ -129,6 +132,8 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
             buffers = [b.clone() for b in model.buffers()]
         for (name, p), version in zip(parameters.items(), versions, strict=True):
             if p._version != version:
+                for q, old in zip(parameters.values(), saved, strict=True):
+                    q.data.copy_(old)
                 raise UnsupportedModel(
                     f"Parameter {name!r} is changed by the forward itself (an Embedding with max_norm does that): the "
                     "change would depend on the samples and get no noise. Build the layer without it."

@@ -4,8 +4,6 @@ Between the draw of a batch and its backward, every forward of the model on that
 meets a backward (an evaluation) costs nothing but the memory of its graph, and is forgotten at the next draw.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from dpscale.engine import ScaledSum, blueprints, check_losses, signature, trainable
 from dpscale.engine.capture import Capture
 from dpscale.engine.combine import combine, edges, gradients
-from dpscale.engine.taint import UnsupportedModel
+from dpscale.engine.taint import UnsupportedModel, Watch
 from dpscale.scaling import Scaling
 
 
@@ -40,15 +38,6 @@ class Recorder:
     def stop(self) -> None:
         """No batch is waiting."""
         self._samples, self._captures, self._outputs = None, [], []
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let the forwards inside run as if nobody watched."""
-        samples, self._samples = self._samples, None
-        try:
-            yield
-        finally:
-            self._samples = samples
 
     def scaled_sum(self, losses: Tensor, rule: Scaling, mask: Tensor) -> ScaledSum:
         """As `dpscale.engine.scaled_sum`, from losses whose forward was captured."""
@@ -90,7 +79,7 @@ class Recorder:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         samples = self._samples
-        if samples is None or not torch.is_grad_enabled() or self._running is not None:
+        if samples is None or not torch.is_grad_enabled() or Watch.count:
             return
         flat, spec = tree_flatten((args, kwargs))
         rows = [k for k, t in enumerate(flat) if isinstance(t, Tensor) and t.ndim and len(t) == samples]
@@ -100,21 +89,20 @@ class Recorder:
         def run(batch: list[Tensor]) -> list[Tensor]:
             put = dict(zip(rows, batch, strict=True))
             a, k = tree_unflatten([put.get(n, t) for n, t in enumerate(flat)], spec)
-            with self.paused():
-                return [t for t in tree_leaves(model(*a, **k)) if isinstance(t, Tensor)]
+            return [t for t in tree_leaves(model(*a, **k)) if isinstance(t, Tensor)]
 
         batch = [flat[k].detach() for k in rows]
         key = ("forward", signature(model, batch), tuple(t.shape[1:] for t in batch))
         parameters = trainable(model)
         blueprint = next(blueprints(model, key, parameters, run, batch))
         self._running = Capture(parameters, None, blueprint, samples)
-        self._running.__enter__()  # type: ignore[no-untyped-call]
+        self._running.__enter__()
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         capture, self._running = self._running, None
         if capture is None:
             return
-        capture.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        capture.__exit__(None, None, None)
         if output is None:  # the forward raised: its error is already on the way
             return
         capture.finish()

@@ -19,13 +19,29 @@ SAMPLES, FEWER = 3, 2
 """Samples in a probe, and in the second probe that shows which dimensions grow with the batch."""
 
 
+class Watch:
+    """How many captures and probes watch the forwards that run now; a recorder of forwards then keeps out of the way."""
+
+    count = 0
+
+
 class UnsupportedModel(ValueError):
     """The model, or its loss, does something that the engine cannot do right; nothing was computed or released."""
 
 
 def some(batch: Any, count: int) -> Any:
-    """``count`` samples of a batch, repeated where it has fewer."""
-    return tree_map(lambda t: t[torch.arange(count, device=t.device) % len(t)] if isinstance(t, Tensor) else t, batch)
+    """``count`` samples of a batch, repeated where it has fewer, with what is not finite made so.
+
+    A sample that is NaN to begin with would look as if it touched everything.
+    """
+
+    def rows(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        t = t[torch.arange(count, device=t.device) % len(t)]
+        return t.nan_to_num(0.0, 0.0, 0.0).clamp(-1e6, 1e6) if t.is_floating_point() else t
+
+    return tree_map(rows, batch)
 
 
 def taints(batch: Any) -> Iterator[tuple[int, Any]]:
@@ -69,13 +85,25 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave the model's buffers and every random state as they were; seed the run, so that all draw the same dropout."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     saved = [b.clone() for b in model.buffers()]
+    Watch.count += 1
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             torch.manual_seed(0)
             yield
     finally:
+        Watch.count -= 1
         for b, old in zip(model.buffers(), saved, strict=True):
             b.data.copy_(old)  # by .data: a graph that saved the buffer may still be walked, and the values are its own
+
+
+def require_finite(model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite parameters: no gradient of it means anything."""
+    for name, p in model.named_parameters():
+        if not bool(torch.isfinite(p).all()):
+            raise ValueError(
+                f"Parameter {name!r} holds NaN or infinity, so every sample's gradient does. Nothing was released. Load "
+                "or initialize the model again; if it diverged, lower the learning rate."
+            )
 
 
 def where_samples_meet(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> str:

@@ -84,7 +84,8 @@ class Dense(Form):
 
     def norm2(self) -> Tensor:
         """Sum of squares."""
-        return torch.linalg.vector_norm(wide(self.grad_B).flatten(1), dim=1).square()
+        norms: Tensor = torch.linalg.vector_norm(wide(self.grad_B).flatten(1), dim=1)
+        return norms.square()
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One matrix-vector product."""

@@ -1,0 +1,315 @@
+"""Bad input gets an error that names the argument, the value and the next action, and changes nothing."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import dpscale
+
+from .helpers import SIZE, data, loss_fn, mlp, plan, private, vector
+
+RULE = dpscale.Clip(C=1.0)
+
+
+def batch(size=4):
+    return tuple(t[:size] for t in data().tensors)
+
+
+def unchanged(run):
+    """The run is as if nothing had happened: same weights, no gradient, no step charged."""
+    assert torch.equal(vector(run.model), vector(mlp()))
+    assert all(p.grad is None for p in run.model.parameters())
+    assert run.steps_taken == 0
+
+
+@pytest.mark.parametrize(
+    "loss, got",
+    [
+        (lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), r"shape \(\)"),
+        (lambda m, b: loss_fn(m, b)[:, None], r"shape \(\d+, 1\)"),
+        (lambda m, b: loss_fn(m, b)[1:], r"shape \(\d+,\)"),
+        (lambda m, b: loss_fn(m, b).tolist(), "list"),
+    ],
+    ids=["mean", "column", "short", "list"],
+)
+def test_loss_that_is_not_per_sample(loss, got):
+    run = private()
+    with pytest.raises(ValueError, match=rf"losses must be per sample, of shape \(\d+,\). Got {got}.*reduction='none'"):
+        for drawn in run.batches(data()):
+            run.step(drawn, loss)
+    unchanged(run)
+
+
+def test_loss_that_is_not_per_sample_in_your_own_loop():
+    run = private()
+    with pytest.raises(ValueError, match=r"first dimension, the batch"):
+        for x, y in run.batches(data()):
+            run.backward(nn.functional.cross_entropy(run.model(x), y))
+    unchanged(run)
+
+
+def test_leading_dimensions_that_disagree():
+    x, y = batch()
+    with pytest.raises(ValueError, match=r"'batch' parameter of scaled_sum must be tensors that agree in their first dim.*"
+                                         r"Got \[\(4, 4\), \(3,\)\] instead. Put what is not per sample"):  # fmt: skip
+        dpscale.scaled_sum(mlp(), loss_fn, (x, y[:3]), RULE)
+
+
+def test_batch_without_tensors():
+    with pytest.raises(ValueError, match="'batch' parameter of scaled_sum must be a pytree that holds at least one tensor"):
+        dpscale.scaled_sum(mlp(), loss_fn, [], RULE)
+
+
+def test_batch_with_rows_dropped():
+    run = private()
+    with pytest.raises(ValueError, match=r"'batch' parameter of step must be of \d+ rows, as drawn.*Got \d+.*masked inside"):
+        for x, y in run.batches(data()):
+            run.step((x[1:], y[1:]), loss_fn)
+    unchanged(run)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(3, dtype=torch.bool), torch.ones(4), [True] * 4, torch.ones(4, 1).bool()])
+def test_mask_of_the_wrong_shape(mask):
+    with pytest.raises(ValueError, match=r"'mask' parameter of scaled_sum must be a bool tensor of shape \(4,\).*Got"):
+        dpscale.scaled_sum(mlp(), loss_fn, batch(), RULE, mask=mask)
+
+
+def test_points_that_do_not_fit():
+    model = mlp()
+    with pytest.raises(ValueError, match=r"'points' parameter of scaled_sum must be weights with the names and shapes.*0.weight"):
+        dpscale.scaled_sum(model, loss_fn, batch(), RULE, points=[(1.0, {"0.bias": torch.zeros(6)})])
+
+
+def test_a_batch_of_ones_own_making():
+    run = private()
+    with pytest.raises(RuntimeError, match=r"No drawn batch is waiting: .*private.batches\(dataset\)"):
+        run.step(batch(), loss_fn)
+    unchanged(run)
+
+
+def test_one_batch_used_twice():
+    run = private()
+    with pytest.raises(RuntimeError, match="No drawn batch is waiting"):
+        for drawn in run.batches(data()):
+            run.step(drawn, loss_fn)
+            run.step(drawn, loss_fn)
+    assert run.steps_taken == 1
+
+
+def test_losses_from_elsewhere():
+    run = private()
+    with pytest.raises(RuntimeError, match="do not come from a forward of the model on the batch that was drawn last"):
+        for x, _ in run.batches(data()):
+            run.backward(torch.ones(len(x), requires_grad=True))
+    unchanged(run)
+
+
+def test_empty_dataset():
+    run = private()
+    with pytest.raises(ValueError, match="'dataset' parameter of batches must be a dataset with at least one sample"):
+        run.batches(TensorDataset(torch.zeros(0, 4)))
+    with pytest.raises(ValueError, match="'size' parameter of Poisson must be .*Got 0 instead.*empty"):
+        dpscale.Poisson(size=0, batch=1)
+
+
+def test_dataset_of_another_size_than_planned():
+    with pytest.raises(ValueError, match=r"'dataset' parameter of batches must be of 60 samples, as planned. Got 59"):
+        private().batches(data(59))
+
+
+@pytest.mark.parametrize("option", ["batch_size", "shuffle", "drop_last", "sampler"])
+def test_loader_options_that_change_the_sampling(option):
+    with pytest.raises(ValueError, match=f"'loader' parameter of batches must be without .*{option}.*sampler in the plan"):
+        private().batches(data(), **{option: 1})
+
+
+def test_delta_that_protects_nobody_warns():
+    with pytest.warns(UserWarning, match=r"delta"):
+        plan(noise_multiplier=None).calibrate(epsilon=3, delta=1 / SIZE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(noise_multiplier=None).calibrate(epsilon=3, delta=0.9 / SIZE)
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: plan(noise_multiplier=None).calibrate(epsilon=0, delta=1e-3), "'epsilon' parameter of .* Got 0"),
+        (lambda: plan(noise_multiplier=None).calibrate(epsilon=-1, delta=1e-3), "'epsilon' parameter of .* Got -1"),
+        (lambda: plan(noise_multiplier=0.0), "'noise_multiplier' parameter of Plan .* Got 0.0"),
+        (lambda: plan(noise_multiplier=-1.0), "'noise_multiplier' parameter of Plan .* Got -1.0"),
+        (lambda: plan(scaling=dpscale.Clip(C=0)), "'C' parameter of Clip .* Got 0"),
+        (lambda: dpscale.PSASC(s=1.0, r=1.0), r"'r' parameter of PSASC must be such that s\*r < 1"),
+        (lambda: plan(scaling=dpscale.Clip(C=torch.inf)), "inf"),
+        (lambda: private(noise_multiplier=None), "'plan' parameter of privatize must be calibrated.*plan.calibrate"),
+        (lambda: private(micro_batch=0), "'micro_batch' parameter of privatize must be an integer >= 1. Got 0"),
+        (lambda: private(seed="x"), "'seed' parameter of Key must be an integer.*Got 'x'"),
+    ],
+)
+def test_numbers_that_make_no_sense(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_nan_parameters():
+    model = mlp()
+    model[2].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"Parameter '2.weight' holds NaN or infinity.*Nothing was released"):
+        private(model)
+
+
+def test_parameters_that_become_nan():
+    run = private()
+    with pytest.raises(ValueError, match="Parameter '0.weight' holds NaN or infinity.*lower the learning rate"):
+        for drawn in run.batches(data()):
+            run.model[0].weight.data[:] = torch.nan
+            run.step(drawn, loss_fn)
+    assert run.steps_taken == 0
+
+
+def test_optimizer_over_other_parameters():
+    model = mlp()
+    with pytest.raises(ValueError, match=r"'optimizer' parameter of privatize must be over every trainable parameter.*2.weight"):
+        private(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
+    stranger = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="over parameters of the model alone. Got '1 other tensors'"):
+        private(model, optimizer=torch.optim.SGD([*model.parameters(), stranger], lr=0.1))
+
+
+def test_model_without_trainable_parameters():
+    with pytest.raises(ValueError, match="no trainable parameter. Set requires_grad_"):
+        dpscale.scaled_sum(mlp().requires_grad_(False), loss_fn, batch(), RULE)
+
+
+def test_losses_that_depend_on_no_parameter():
+    with pytest.raises(dpscale.UnsupportedModel, match="losses depend on no trainable parameter.*detach"):
+        dpscale.scaled_sum(mlp(), lambda m, b: m(b[0]).detach().sum(1), batch(), RULE)
+
+
+def test_out_of_memory_suggests_a_micro_batch():
+    run = private(micro_batch=16)
+
+    def hungry(model, drawn):
+        torch.empty(2**60)  # more than any machine has
+        return loss_fn(model, drawn)
+
+    with pytest.raises(MemoryError, match=r"micro-batch of 16 rows does not fit.*Nothing was released.*micro_batch=8"):
+        for drawn in run.batches(data()):
+            run.step(drawn, hungry)
+    unchanged(run)
+
+
+class Unknown(nn.Module):
+    """An operation that no rule covers, and whose result for one sample is not a part of its result for many."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(9, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.bag(x))
+
+
+def test_unknown_operation_names_the_parameter():
+    x = torch.arange(12).view(4, 3) % 9
+    with pytest.raises(dpscale.UnsupportedModel, match=r"embedding_bag \(parameter 'bag.weight'\) has no rule.*requires_grad_"):
+        dpscale.scaled_sum(Unknown(), loss_fn, (x, torch.zeros(4).long()), RULE)
+
+
+def test_operation_with_randomness_inside():
+    model = nn.LSTM(4, 3, num_layers=2, dropout=0.5, batch_first=True)
+    with pytest.raises(dpscale.UnsupportedModel, match=r"lstm \(parameter .*draws random numbers inside.*dropout to 0"):
+        dpscale.scaled_sum(model, lambda m, b: m(b[0])[0].sum((1, 2)), (torch.randn(4, 5, 4),), RULE)
+
+
+def test_rows_that_depend_on_the_data():
+    def loss(m, b):
+        kept = b[0][b[0][:, 0] > 0]
+        return m(b[0]).sum(1) + m(kept).sum()
+
+    with pytest.raises(dpscale.UnsupportedModel):
+        dpscale.scaled_sum(nn.Linear(4, 3), loss, (torch.randn(6, 4),), RULE)
+
+
+def test_control_flow_that_depends_on_the_data():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.a(x) if x[0, 0] > x[1, 0] else self.a(x).tanh() + self.a(x)
+
+    x = torch.randn(6, 4)
+    x[:3, 0] = torch.tensor([2.0, 1.0, 3.0])
+    with pytest.raises(dpscale.UnsupportedModel, match="data-dependent control flow"):
+        dpscale.scaled_sum(Sometimes(), lambda m, b: m(b[0]).sum(1), (x,), RULE)
+
+
+def test_embedding_that_renormalizes_itself():
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 3))
+    before = vector(model)
+    with pytest.raises(dpscale.UnsupportedModel, match="'0.weight' is changed by the forward itself"):
+        dpscale.scaled_sum(model, loss_fn, (torch.arange(12).view(4, 3) % 9, torch.zeros(4).long()), RULE)
+    assert torch.equal(vector(model), before)
+
+
+def test_embedding_scaled_by_frequency():
+    model = nn.Sequential(nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(12, 3))
+    with pytest.raises(ValueError, match="scale_grad_by_freq=True.*samples are coupled"):
+        dpscale.scaled_sum(model, loss_fn, (torch.arange(12).view(4, 3) % 9, torch.zeros(4).long()), RULE)
+
+
+def test_a_parameter_used_outside_the_models_forward():
+    run = private()
+    with pytest.raises(dpscale.UnsupportedModel, match="'0.weight' also reaches the losses outside the model's own forward"):
+        for x, y in run.batches(data()):
+            run.backward(loss_fn(run.model, (x, y)) + run.model[0].weight.square().sum())
+    unchanged(run)
+
+
+def test_a_compiled_part_is_not_silently_untrained():
+    class Scripted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 3)
+            self.apply_hidden = _Hidden.apply
+
+        def forward(self, x):
+            return self.apply_hidden(x, self.a.weight)
+
+    with pytest.raises(dpscale.UnsupportedModel, match="Parameter 'a.weight' is used where its operations cannot be seen"):
+        dpscale.scaled_sum(Scripted(), lambda m, b: m(b[0]).sum(1), (torch.randn(4, 4),), RULE)
+
+
+class _Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, g.t() @ ctx.saved_tensors[0]
+
+
+def test_a_buffer_that_remembers_the_samples():
+    class Remembers(nn.Module):
+        """Used by nobody, so no loss is coupled; but the mean of the batch leaves training without noise."""
+
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 3)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+            return self.a(x)
+
+    model = Remembers()
+    with pytest.raises(dpscale.UnsupportedModel, match="A buffer of the model is updated from the samples.*stop the update"):
+        dpscale.scaled_sum(model, loss_fn, batch(), RULE)
+    assert not model.mean.any()

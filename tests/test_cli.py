@@ -1,0 +1,220 @@
+"""The command line: what it prints, what it refuses, what it leaves on disk."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from dpscale import cli
+from dpscale.lab import compare, records
+
+TINY = ["--epochs", "1", "--batch", "64", "--lr", "0.1"]
+MNIST = ["--delta", "1e-5", "--size", "60000", "--batch", "512"]
+ONE = ["--noise-multiplier", "1", "--steps", "1"]
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(cli.app, list(arguments), prog_name="dpscale")
+    assert result.exit_code == code, result.output
+    return result
+
+
+def refuse(*arguments):
+    """The one line on stderr of a command that is refused."""
+    result = run(*arguments, code=2)
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("dpscale: ")
+    return line
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    out = tmp_path_factory.mktemp("cli") / "runs"
+    arguments = ("--methods", "dp-sgd,dp-psasc", "--seeds", "2", "--workers", "1", "--out", str(out), "--json")
+    return out, json.loads(run("compare", "digits", *TINY, *arguments).stdout)
+
+
+# -- help and version ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", "train", "compare", "report", "calibrate", "epsilon"])
+def test_every_help_shows_an_example(command):
+    text = run(*command.split(), "--help").stdout
+    assert "Example" in text and f"dpscale {command}".strip() in text
+
+
+def test_version_and_bare_command():
+    assert run("--version").stdout.startswith("dpscale ")
+    assert "Commands:" in run().stdout
+
+
+# -- calibrate and epsilon -------------------------------------------------------------------------------------
+
+
+def test_calibrate_finds_the_papers_noise():
+    told = json.loads(run("calibrate", "--epsilon", "3", *MNIST, "--epochs", "20", "--json").stdout)
+    assert told["noise_multiplier"] == pytest.approx(0.892, abs=0.002)
+    assert told["epsilon"] <= 3 < told["epsilon_rdp"] and told["steps"] == 2344
+    assert (told["sampler"], told["adjacency"], told["accountant"]) == ("poisson", "add-remove", "pld")
+    assert told["delta"] == 1e-5 and "Guarantee" in told["statement"]
+
+
+def test_calibrate_finds_steps_for_a_noise():
+    arguments = ("--epsilon", "3", *MNIST, "--noise-multiplier", "0.9", "--json")
+    steps = json.loads(run("calibrate", *arguments).stdout)["steps"]
+    base = ("--noise-multiplier", "0.9", *MNIST, "--json")
+    spent, more = (json.loads(run("epsilon", *base, "--steps", str(n)).stdout)["epsilon"] for n in (steps, steps + 20))
+    assert spent <= 3 < more
+
+
+def test_epsilon_of_fixed_size_batches_is_the_tight_one():
+    base = ("--noise-multiplier", "0.9", *MNIST, "--epochs", "20", "--json")
+    poisson, fixed = (json.loads(run("epsilon", *base, "--sampler", s).stdout) for s in ("poisson", "fixed-size"))
+    assert poisson["epsilon"] == pytest.approx(2.94, abs=0.01)
+    assert fixed["epsilon"] == pytest.approx(27.8, abs=0.1) and fixed["adjacency"] == "replace-one"
+
+
+@pytest.mark.parametrize("sampler", ["full-batch", "shuffled"])
+def test_other_samplers_have_an_epsilon_too(sampler):
+    batch = [] if sampler == "full-batch" else ["--batch", "100"]
+    base = ("--noise-multiplier", "5", "--delta", "1e-5", "--size", "1000", *batch, "--epochs", "2", "--json")
+    told = json.loads(run("epsilon", *base, "--sampler", sampler).stdout)
+    assert 0 < told["epsilon"] <= told["epsilon_rdp"] and told["sampler"] == sampler
+
+
+def test_rdp_is_what_it_says():
+    base = ("--noise-multiplier", "0.9", *MNIST, "--epochs", "20", "--accountant", "rdp", "--json")
+    told = json.loads(run("epsilon", *base).stdout)
+    assert told["accountant"] == "rdp" and told["epsilon"] == told["epsilon_rdp"]
+
+
+def test_without_json_people_can_read_it():
+    text = run("epsilon", "--noise-multiplier", "0.9", *MNIST, "--epochs", "20").stdout
+    assert "noise_multiplier  0.9" in text and "Guarantee:" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("calibrate", "--epsilon", "0", *MNIST, "--epochs", "20"), "'epsilon' parameter"),
+        (("calibrate", "--epsilon", "-1", *MNIST, "--epochs", "20"), "must be a finite number > 0. Got -1.0"),
+        (("calibrate", "--epsilon", "three", *MNIST, "--epochs", "20"), "--epsilon"),
+        (("calibrate", "--epsilon", "3", *MNIST), "Give either --epochs or --steps"),
+        (("calibrate", "--epsilon", "3", *MNIST, "--steps", "9", "--epochs", "2"), "Give either"),
+        (("calibrate", "--epsilon", "3", *MNIST, "--steps", "9", "--noise-multiplier", "1"), "leave out --epochs"),
+        (("calibrate", "--epsilon", "3", *MNIST, "--epochs", "2", "--sampler", "full-batch"), "--batch is needed for"),
+        (("calibrate", "--delta", "1e-5", "--size", "100"), "--epsilon"),
+        (("epsilon", "--noise-multiplier", "0", *MNIST, "--epochs", "20"), "'noise_multiplier' parameter"),
+        (("epsilon", *ONE, "--delta", "2", "--size", "9", "--batch", "3"), "'delta' parameter"),
+        (("epsilon", *ONE, "--delta", "1e-5", "--size", "9", "--batch", "10"), "'batch' parameter of Poisson"),
+        (("epsilon", *ONE, *MNIST, "--sampler", "lottery"), "lottery"),
+        (("nonsense",), "nonsense"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(arguments, text):
+    assert text in refuse(*arguments)
+
+
+def test_a_large_delta_is_warned_of_on_stderr_alone():
+    base = ("--noise-multiplier", "1", "--delta", "0.01", "--size", "1000", "--batch", "10", "--steps", "5")
+    result = run("epsilon", *base, "--json")
+    assert json.loads(result.stdout)["delta"] == 0.01 and "dpscale: warning: delta" in result.stderr
+
+
+# -- train, compare, report ------------------------------------------------------------------------------------
+
+
+def test_compare_prints_json_alone_and_writes_records_and_report(compared):
+    out, told = compared
+    assert [row["method"] for row in told["rows"]] == ["dp-sgd", "dp-psasc"]
+    assert all(len(row["seeds"]) == 2 and row["half_width"] >= 0 for row in told["rows"])
+    assert all(row["epsilon"] == pytest.approx(3, rel=1e-3) for row in told["rows"])
+    assert told["verdict"] and told["seconds"] > 0
+    assert len(records.load(out)) == 4 and (out / "report.html").is_file()
+    assert {p.suffix for p in out.iterdir()} == {".json", ".html"}
+
+
+def test_compare_resumes_and_shows_a_table(compared, monkeypatch):
+    out, _ = compared
+    monkeypatch.setattr(compare, "run", lambda job: pytest.fail("was run again"))
+    result = run(
+        "compare", "digits", *TINY, "--methods", "dp-sgd,dp-psasc", "--seeds", "2", "--workers", "1", "--out", str(out)
+    )
+    assert "DP-PSASC" in result.stdout and "±" in result.stdout and "Report:" in result.stdout
+    assert result.stderr == ""
+
+
+def test_compare_says_one_plain_line_per_run_without_a_terminal(tmp_path):
+    arguments = ("compare", "digits", *TINY, "--methods", "non-private", "--seeds", "2", "--workers", "1")
+    result = run(*arguments, "--out", str(tmp_path))
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("[1/2] non-private: seed 0") and "\x1b" not in result.stderr
+
+
+def test_train_writes_one_record(tmp_path):
+    arguments = ("train", "digits", "--method", "dp-psac", "--seed", "7", *TINY, "--out", str(tmp_path))
+    told = json.loads(run(*arguments, "--json").stdout)
+    assert (told["method"], told["seed"]) == ("dp-psac", 7) and told["epsilon"] <= 3
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text(encoding="utf-8")) == told
+    again = run(*arguments)  # found on disk
+    assert "DP-PSAC: test accuracy" in again.stdout and "Guarantee" in again.stdout
+
+
+def test_report_is_made_anew_from_records(compared):
+    out, told = compared
+    (out / "report.html").unlink()
+    again = json.loads(run("report", str(out), "--json").stdout)
+    assert again["rows"] == told["rows"] and (out / "report.html").is_file()
+    assert "Report:" in run("report", str(out)).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("compare", "mnits"), "'preset' parameter of dpscale must be one of: digits. Got 'mnits'"),
+        (("compare", "digits", "--methods", "dp-sgd,dp-magic"), "'method' parameter of dpscale must be one of: non-p"),
+        (("compare", "digits", "--epsilon", "0"), "'epsilon' parameter of Config must be a finite number > 0"),
+        (("compare", "digits", "--seeds", "0"), "--seeds"),
+        (("compare", "digits", "--lr", "-1"), "'rate' parameter of Config"),
+        (("compare", "digits", "--batch", "5000", "--workers", "1"), "'batch' parameter of Poisson must be at most"),
+        (("train", "digits", "--method", "dp-sgd,dp-psac"), "'method' parameter of dpscale must be one of"),
+        (("train", "nothing"), "Got 'nothing'"),
+    ],
+)
+def test_refused_experiments_leave_nothing_behind(arguments, text, tmp_path):
+    out = tmp_path / "runs"
+    assert text in refuse(*arguments, "--out", str(out))
+    assert not out.exists()
+
+
+def test_report_of_nothing_and_of_a_broken_record(tmp_path):
+    assert "has no records. Run 'dpscale compare" in refuse("report", str(tmp_path))
+    assert "There is no folder" in refuse("report", str(tmp_path / "none"))
+    (tmp_path / "dp-sgd-seed0-abc.json").write_text("{", encoding="utf-8")
+    line = refuse("report", str(tmp_path))
+    assert "dp-sgd-seed0-abc.json" in line and "Delete it and run the same command again" in line
+    assert not (tmp_path / "report.html").exists()
+
+
+# -- as a process ----------------------------------------------------------------------------------------------
+
+
+def process(*arguments):
+    return subprocess.run(
+        [sys.executable, "-c", "from dpscale.cli import main; main()", *arguments], capture_output=True, text=True
+    )
+
+
+def test_the_entry_point_prints_json_and_nothing_else():
+    done = process("calibrate", "--epsilon", "3", *MNIST, "--epochs", "20", "--json")
+    assert done.returncode == 0 and done.stderr == ""
+    assert json.loads(done.stdout)["noise_multiplier"] == pytest.approx(0.892, abs=0.002)
+
+
+def test_the_entry_point_exits_with_2_and_one_line():
+    done = process("calibrate", "--epsilon", "-3", *MNIST, "--epochs", "20")
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1

@@ -1,0 +1,150 @@
+"""The noise: its size through the whole private step, its sources, and that it comes once.
+
+The statistical tests sum the squares of n = 200,000 noise entries divided by the claimed variance, a chi-square variable of n
+degrees of freedom. The claimed scale is accepted unless that sum lies outside its central 1 - 1e-6 interval: one false
+failure in a million runs (and the seeds are fixed, so it is the same run every time). A scale 3% off moves the sum by 6%,
+18 standard deviations: it is rejected but for odds far below 1e-6.
+"""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import dpscale
+from dpscale.noise import Key, add_noise
+
+FALSE_FAILURE = 1e-6
+WIDTH = 200_000
+
+
+def accepts(noise, std):
+    """Whether independent entries ``noise`` are N(0, std²), by their sum of squares, their mean and their shape."""
+    noise = noise.double().flatten().numpy() / std
+    n, level = len(noise), FALSE_FAILURE / 3
+    low, high = stats.chi2.ppf([level / 2, 1 - level / 2], n)
+    spread = low <= (noise**2).sum() <= high
+    centre = abs(noise.mean()) <= stats.norm.ppf(1 - level / 2) / np.sqrt(n)
+    shape = stats.kstest(noise[:20_000], "norm").pvalue > level
+    return spread and centre and shape
+
+
+class Wide(nn.Module):
+    """A parameter of many entries whose gradient is known: 0, because the loss does not move with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return x[:, 0] * 0 * self.w[0]
+
+
+def released(micro_batch, sampling, how, steps=1):
+    """The private gradients of a whole run, times the expected batch: the noisy sums."""
+    torch.manual_seed(0)
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    rule = dpscale.PSASC(C=0.3, s=0.5, r=0.01)
+    plan = dpscale.Plan(scaling=rule, sampling=sampling, steps=steps, noise_multiplier=1.3)
+    private = dpscale.privatize(model, optimizer, plan, seed=5, micro_batch=micro_batch)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model.w.grad * sampling.batch))
+    for (x,) in private.batches(TensorDataset(torch.ones(40, 1))):
+        if how == "step":
+            private.step((x,), lambda m, b: m(b[0]))
+        else:
+            private.backward(model(x))
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen, plan.noise_std
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize("micro_batch", [None, 3], ids=["one-batch", "micro-batches"])
+@pytest.mark.parametrize(
+    "sampling", [dpscale.Poisson(size=40, batch=10), dpscale.FullBatch(size=40)], ids=lambda s: type(s).__name__
+)
+def test_noise_on_the_sum_is_sigma_times_bound(how, micro_batch, sampling):
+    (noise,), std = released(micro_batch, sampling, how)
+    assert std == pytest.approx(1.3 * 0.3 / 0.5)
+    assert accepts(noise, std)
+    assert not accepts(noise, 0.97 * std)
+    assert not accepts(noise, 1.03 * std)
+
+
+def test_noise_is_fresh_at_every_step():
+    noises, std = released(None, dpscale.Poisson(size=40, batch=10), "step", steps=3)
+    assert len(noises) == 3
+    for a in range(3):
+        assert accepts(noises[a], std)
+        for b in range(a):
+            correlation = torch.corrcoef(torch.stack([noises[a], noises[b]]))[0, 1]
+            assert abs(correlation) < 6 / np.sqrt(WIDTH)
+
+
+def test_an_empty_batch_is_noise_alone():
+    sums = {"w": torch.zeros(WIDTH)}
+    assert accepts(add_noise(sums, 2.0, Key(1), 1)["w"], 2.0)
+
+
+def test_noise_is_independent_between_parameters():
+    noisy = add_noise({"a": torch.zeros(WIDTH), "b": torch.zeros(WIDTH)}, 1.0, Key(1), 1)
+    assert abs(torch.corrcoef(torch.stack([noisy["a"], noisy["b"]]))[0, 1]) < 6 / np.sqrt(WIDTH)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_drawn_in_float32(dtype):
+    """Trap 8: noise in bfloat16 has 8 bits; these entries need more than 16 to write down."""
+    noise = add_noise({"w": torch.zeros(1000, dtype=dtype)}, 1.0, Key(1), 1)["w"]
+    assert noise.dtype == dtype
+    assert (noise != noise.bfloat16().to(dtype)).float().mean() > 0.9
+    assert torch.equal(noise, noise.float().to(dtype))
+
+
+def test_a_bfloat16_model_gets_float32_noise_before_rounding():
+    (noise,), std = released(None, dpscale.Poisson(size=40, batch=10), "step")
+    assert noise.dtype == torch.float32
+    torch.manual_seed(0)
+    model = Wide().bfloat16()
+    plan = dpscale.Plan(
+        scaling=dpscale.PSASC(C=0.3, s=0.5, r=0.01), sampling=dpscale.Poisson(size=40, batch=10), steps=1, noise_multiplier=1.3
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    private = dpscale.privatize(model, optimizer, plan, seed=5)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model.w.grad))
+    for batch in private.batches(TensorDataset(torch.ones(40, 1).bfloat16())):
+        private.step(batch, lambda m, b: m(b[0]))
+    assert seen[0].dtype == torch.bfloat16
+    assert torch.equal(seen[0], (noise / 10).bfloat16())  # rounding is after the noise, so it is post-processing
+
+
+def test_default_key_is_256_bits_of_the_operating_system(monkeypatch):
+    asked = []
+    urandom = __import__("os").urandom
+    monkeypatch.setattr("dpscale.noise.os.urandom", lambda n: asked.append(n) or urandom(n))
+    a, b = Key(), Key()
+    assert asked == [32, 32]
+    assert a.derive("x") != b.derive("x")
+    assert max(Key().derive("x") for _ in range(50)).bit_length() > 250
+
+
+def test_a_seed_reproduces_and_separates():
+    def draw(seed, label):
+        return Key(seed).generator(label).standard_normal(4).tolist()
+
+    assert draw(1, "noise/1") == draw(1, "noise/1")
+    assert len({tuple(draw(s, label)) for s in (1, 2) for label in ("noise/1", "noise/2", "sampling")}) == 6
+
+
+def test_seeds_that_agree_in_32_bits_differ():
+    """A 32-bit generator state would make these the same run."""
+    assert Key(5).generator("a").standard_normal() != Key(5 + 2**32).generator("a").standard_normal()
+
+
+def test_bad_seed_is_named():
+    with pytest.raises(ValueError, match=r"'seed' parameter of Key must be an integer.*Got 1.5"):
+        Key(1.5)
