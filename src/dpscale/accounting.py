@@ -90,9 +90,8 @@ def calibrate_noise_multiplier(
         lower, upper = lower - 0.5, lower
         action = "Nothing, or next to nothing, is released: ask for more steps or a smaller epsilon."
         require(lower > -13, owner, "epsilon", "small enough to need noise", epsilon, action)
-    root = optimize.brentq(excess, lower, upper, xtol=2e-5, rtol=1e-12)
-    while excess(root) > 0:  # the sign change is within xtol: at most a step or two
-        root += 2e-5
+    # Brent's method ends with two values around the root, at most xtol apart; the one within budget is meant.
+    optimize.brentq(excess, lower, upper, xtol=2e-5, rtol=1e-12)
     return min(sigma for sigma, cost in seen.items() if cost <= epsilon)
 
 
@@ -110,16 +109,19 @@ def calibrate_steps(
     """
     _require_target("calibrate_steps", epsilon, delta)
 
-    def fits(steps: int) -> bool:
-        return _spent(event_for(steps), delta, adjacency, accountant) <= epsilon
+    def fits(steps: int, by: Accountant = accountant) -> bool:
+        return _spent(event_for(steps), delta, adjacency, by) <= epsilon
 
     action = "One step alone costs more: raise noise_multiplier or epsilon."
     require(fits(1), "calibrate_steps", "epsilon", "enough for one step", epsilon, action)
-    good, bad = 1, 2
+    good = 1
+    while good < 2**30 and fits(2 * good, "rdp"):  # never below "pld", and quick: a first guess
+        good *= 2
+    bad = 2 * good
     while fits(bad):
         good, bad = bad, 2 * bad
         action = "A billion steps fit: lower noise_multiplier, or choose the steps yourself."
-        require(bad < 2**30, "calibrate_steps", "epsilon", "small enough to limit the steps", epsilon, action)
+        require(bad < 2**31, "calibrate_steps", "epsilon", "small enough to limit the steps", epsilon, action)
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)

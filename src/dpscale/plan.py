@@ -190,8 +190,8 @@ class Plan:
             guarantee = "NO PRIVACY: no noise is added; epsilon is infinite."
         else:
             guarantee = (
-                f"({pld:.4g}, {delta:g})-differential privacy. "
-                f"Tight accounting (PLD): epsilon = {pld:.4g}; Rényi DP (RDP): epsilon = {rdp:.4g}."
+                f"({_up(pld)}, {delta:g})-differential privacy. "
+                f"Tight accounting (PLD): epsilon = {_up(pld)}; Rényi DP (RDP): epsilon = {_up(rdp)}."
             )
         lines = [
             f"Guarantee: {guarantee}",
@@ -253,6 +253,11 @@ class Plan:
                 "Call plan = plan.calibrate_steps(epsilon=..., delta=...), or give Plan steps=... or epochs=...."
             )
         return self.steps
+
+
+def _up(epsilon: float) -> str:
+    # Rounded up: a statement must not promise more than was computed.
+    return f"{math.ceil(epsilon * 1000) / 1000:g}" if epsilon < 1000 else f"{math.ceil(epsilon)}"
 
 
 def _named(value: Scaling | Sampling, registry: dict[str, Any]) -> dict[str, Any]:

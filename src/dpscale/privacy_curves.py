@@ -30,7 +30,7 @@ from scipy import special
 Floats = NDArray[np.float64]
 
 FINEST = 2.5e-5  # grid interval of the privacy loss below which rounding errors outweigh the gain
-COARSEST = 50.0  # above it a grid says nothing that RDP does not; reached only at ε in the millions
+COARSEST = 50.0  # above it, at ε in the millions, a grid is not worth its making
 CELLS_STEP, CELLS_TOTAL = 40_000, 1_000_000  # most grid cells of one step, and of all steps composed
 TAIL = 35.0  # ln(1/mass) beyond which dp-accounting cuts a composed grid (1e-15)
 LEAST_DELTA = 1e-10  # below it the rounding of the Fourier transform shows: RDP alone answers
@@ -86,10 +86,7 @@ class _Pld(NamedTuple):
     pld: Any
 
     def epsilon(self, delta: float) -> float:
-        if delta < LEAST_DELTA:
-            return math.inf
-        # Asked first, because the library's search walks down to ε and overflows on far negative losses.
-        return 0.0 if self.pld.get_delta_for_epsilon(0.0) <= delta else self.pld.get_epsilon_for_delta(delta)
+        return float(self.pld.get_epsilon_for_delta(delta)) if delta >= LEAST_DELTA else math.inf
 
     def delta(self, epsilon: float) -> float:
         return max(float(self.pld.get_delta_for_epsilon(float(epsilon))), LEAST_DELTA)
@@ -105,17 +102,20 @@ def curves(parts: frozenset[tuple[Part, int]], *, pld: bool) -> tuple[Curve, ...
     rdp = _Rdp(np.sum([count * _rdp(part) for part, count in parts], axis=0))
     if not pld:
         return (rdp,)
-    precision = sum(count / part.sigma**2 for part, count in parts if part.kind == "gaussian")
+    # Sampling never costs privacy, so the Gaussian on all of the data bounds each part. It is the answer itself
+    # where nothing is sampled, and the best one where ε is beyond any grid.
+    unsampled = _Exact(sum(count / part.sigma**2 for part, count in parts) ** -0.5)
+    gaussian = sum(count / part.sigma**2 for part, count in parts if part.kind == "gaussian")
     sampled = [(part, count) for part, count in parts if part.kind != "gaussian"]
     if not sampled:
-        return (_Exact(precision**-0.5),)
-    if precision:
-        sampled.append((Part("gaussian", precision**-0.5), 1))
+        return (unsampled,)
+    if gaussian:
+        sampled.append((Part("gaussian", gaussian**-0.5), 1))
     interval = _interval(sampled)
     if interval > COARSEST:
-        return (rdp,)
+        return (unsampled, rdp)
     composed = [_pld(part, interval).self_compose(count) for part, count in sampled]
-    return (_Pld(reduce(lambda a, b: a.compose(b), composed)), rdp)
+    return (_Pld(reduce(lambda a, b: a.compose(b), composed)), unsampled, rdp)
 
 
 @lru_cache(maxsize=64)
