@@ -1,20 +1,19 @@
 """Privacy curves: upper bounds on δ(ε) of composed Gaussian releases, with and without subsampling.
 
-One curve serves both subsampled mechanisms. With Q = N(0, σ²), P = N(1, σ²) and γ the rate, for e^ε > 1-γ
+Discretised and composed by dp-accounting (connect the dots: rounding is pessimistic). Its own distributions serve the
+Gaussian and the Poisson-sampled Gaussian. Sampling without replacement under replace-one it does not have; its tight
+curve is, with Q = N(0, σ²), P = N(1, σ²) as far apart as the sensitivity, γ the rate, and ε >= 0,
 
-    δ(ε) = H_{e^ε}((1-γ)Q + γP ‖ Q) = γ · H_α(P ‖ Q),   α = 1 + (e^ε - 1)/γ                  ("remove")
+    δ(ε) = H_{e^ε}((1-γ)Q + γP ‖ Q) = γ · H_α(P ‖ Q),   α = 1 + (e^ε - 1)/γ
+    δ(-ε) = 1 - e^{-ε} + e^{-ε} δ(ε)                                              (its mirror)
 
-and the mirror δ(-ε) = 1 - e^{-ε} + e^{-ε} δ(ε) belongs to the swapped pair ("add"). Poisson sampling needs
-both. Sampling without replacement under replace-one has a single curve, "remove" for ε >= 0 and "add" for
-ε < 0, with P and Q as far apart as the sensitivity (Zhu, Dong & Wang 2022, "Optimal accounting of differential
-privacy via characteristic function", on subsampling under replace-one).
-
-The curves are discretised and composed by dp-accounting (connect the dots: rounding is pessimistic).
+(Zhu, Dong & Wang 2022, "Optimal accounting of differential privacy via characteristic function", on subsampling
+under replace-one).
 """
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, reduce
 from typing import Any, Literal, NamedTuple, Protocol
@@ -22,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import dp_accounting
 import numpy as np
 from dp_accounting.pld import pld_pmf
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution, from_gaussian_mechanism
 from dp_accounting.rdp import rdp_privacy_accountant
 from numpy.typing import NDArray
 from scipy import special
@@ -182,37 +181,26 @@ def _log_moments(part: Part, lambdas: tuple[float, ...]) -> Floats:
 
 @lru_cache(maxsize=32)
 def _pld(part: Part, interval: float) -> Any:
-    """The privacy loss distribution of one release, discretised pessimistically (connect the dots)."""
-    least, most = _range(part)
-
-    def remove(eps: Floats) -> Floats:
-        return _subsampled(eps, part.sigma, part.rate)
-
-    def add(eps: Floats) -> Floats:
-        return np.clip(-np.expm1(eps) + np.exp(eps) * remove(-eps), 0, 1)
-
-    def replace(eps: Floats) -> Floats:
-        return np.where(eps >= 0, remove(np.abs(eps)), add(-np.abs(eps)))
-
-    def pmf(curve: Callable[[Floats], Floats], low: float, high: float) -> Any:
-        first, last = math.floor(low / interval), math.ceil(high / interval)
-        deltas = curve(np.arange(first, last + 1, dtype=np.float64) * interval)
-        # Dense, because the library's sparse form computes size**count to decide on its own form.
-        connected = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas)
-        return connected.to_dense_pmf()
-
-    if part.kind == "poisson":
-        return PrivacyLossDistribution(pmf(remove, least, most), pmf(add, -most, -least))
-    return PrivacyLossDistribution(pmf(replace, least, most))
+    """The privacy loss distribution of one release, discretised pessimistically."""
+    if part.kind == "fixed-size":
+        least, most = _range(part)
+        first, last = math.floor(least / interval), math.ceil(most / interval)
+        deltas = _without_replacement(np.arange(first, last + 1, dtype=np.float64) * interval, part.sigma, part.rate)
+        pmfs = [pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas)]
+    else:
+        pld = from_gaussian_mechanism(part.sigma, sampling_prob=part.rate, value_discretization_interval=interval)
+        pmfs = [pld._pmf_remove] if pld._symmetric else [pld._pmf_remove, pld._pmf_add]
+    # Dense, because the library's sparse form computes size**count, digit by digit, to decide on its own form.
+    return PrivacyLossDistribution(*(pmf.to_dense_pmf() for pmf in pmfs))
 
 
-def _subsampled(eps: Floats, sigma: float, rate: float) -> Floats:
-    """The curve "remove" of the module's docstring; 1 - e^ε where e^ε <= 1-γ."""
-    alpha_less_1 = np.expm1(eps) / rate
+def _without_replacement(eps: Floats, sigma: float, rate: float) -> Floats:
+    """The curve of the module's docstring, mirror included."""
+    size = np.abs(eps)
     # Beyond e^ε of 1e200 the ratio overflows, and α is e^ε/γ to the last digit.
-    log_alpha = np.where(eps > 460, eps - math.log(rate), np.log1p(np.maximum(alpha_less_1, -1)))
-    inner = rate * _gaussian(np.where(alpha_less_1 > -1, log_alpha, 0.0), sigma)
-    return np.clip(np.where(alpha_less_1 > -1, inner, -np.expm1(eps)), 0, 1)
+    log_alpha = np.where(size > 460, size - math.log(rate), np.log1p(np.expm1(size) / rate))
+    delta = rate * _gaussian(log_alpha, sigma)
+    return np.clip(np.where(eps >= 0, delta, -np.expm1(eps) + np.exp(-size) * delta), 0, 1)
 
 
 def _gaussian(eps: Floats, sigma: float) -> Floats:
