@@ -138,5 +138,7 @@ def check_equal(model, batch, rule, *, mask=None, points=None, loss=loss_fn, rto
     torch.testing.assert_close(out.norms.to(norms), norms, rtol=rtol, atol=rtol * size)
     torch.testing.assert_close(out.weights.to(weights), weights, rtol=rtol * 100, atol=rtol)
     for name, expected in sums.items():
-        torch.testing.assert_close(out.grads[name].to(expected), expected, rtol=rtol, atol=rtol * max(rule.bound, 1), msg=name)
+        torch.testing.assert_close(
+            out.grads[name].to(expected), expected, rtol=rtol, atol=rtol * max(rule.bound, 1), msg=name
+        )
     return out

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dpscale.engine.rules import convolution, linear
 from dpscale.engine.rules.convolution import Patches
 from dpscale.engine.rules.embedding import Rows
-from dpscale.engine.rules.forms import Dense, Drop, Widen, total
+from dpscale.engine.rules.forms import Dense, Drop, Stack, Widen, total
 from dpscale.engine.rules.linear import Outer
 
 
@@ -20,15 +20,24 @@ def randn(*shape):
 def forms(draw, samples=3):
     """Two forms of the same tensor, perhaps of different kinds."""
     torch.manual_seed(draw(st.integers(0, 2**16)))
-    kind = draw(st.sampled_from(["outer", "rows", "patches", "mixed"]))
+    kind = draw(st.sampled_from(["outer", "rows", "patches", "rows-of-kernels", "mixed"]))
     t, i, o = (draw(st.integers(1, 9)) for _ in range(3))
     if kind == "outer":
         return [Outer(randn(samples, t, i), randn(samples, t, o)) for _ in range(2)]
     if kind == "patches":
         shape, rest = torch.Size((2 * o, i, 3, 2)), ((1, 2), (1, 0), (1, 1), 2)
         return [Patches(randn(samples, 2, 2 * i, 4, 5), randn(samples, 2, 2 * o, 4, 2), shape, *rest) for _ in range(2)]
+    if kind == "rows-of-kernels":  # wide enough for its own way of unfolding
+        height, width, down, across = (draw(st.integers(1, 3)) for _ in range(4))
+        shape, rest = torch.Size((o, 48, height, width)), ((down, across), (1, 2), (1, 1), 1)
+        out = [(7 + 2 - height) // down + 1, (6 + 4 - width) // across + 1]
+        return [Patches(randn(samples, 1, 48, 7, 6), randn(samples, 1, o, *out), shape, *rest) for _ in range(2)]
     rows = [Rows(torch.randint(0, o, (samples, t)), randn(samples, t, i), o) for _ in range(2)]
-    return rows if kind == "rows" else [rows[0], Outer(randn(samples, t, i), randn(samples, t, o)), Dense(randn(samples, o, i))]
+    return (
+        rows
+        if kind == "rows"
+        else [rows[0], Outer(randn(samples, t, i), randn(samples, t, o)), Dense(randn(samples, o, i))]
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 1 << 26], ids=["chunked", "whole"])
@@ -72,3 +81,9 @@ def test_gram_is_taken_where_it_is_cheaper():
     assert not Outer(randn(1, 50, 2), randn(1, 50, 2)).gram
     assert isinstance(Outer(randn(1, 50, 2), randn(1, 50, 2)).settle(), Dense)
     assert isinstance(Outer(randn(1, 2, 50), randn(1, 2, 50)).settle(), Outer)
+
+
+def test_kernel_rows_are_taken_where_they_pay():
+    rest = (torch.Size((4, 48, 3, 3)), (1, 1), (1, 1), (1, 1), 1)
+    settled = Patches(randn(2, 1, 48, 32, 32), randn(2, 1, 4, 32, 32), *rest).settle()
+    assert isinstance(settled, Stack) and len(settled.slices) == 3

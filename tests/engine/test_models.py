@@ -57,7 +57,11 @@ class TiedLanguageModel(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.mix, self.head = nn.Embedding(9, 5, padding_idx=0), nn.Linear(5, 5), nn.Linear(5, 9, bias=False)
+        self.table, self.mix, self.head = (
+            nn.Embedding(9, 5, padding_idx=0),
+            nn.Linear(5, 5),
+            nn.Linear(5, 9, bias=False),
+        )
         self.head.weight = self.table.weight
 
     def forward(self, x):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Dense, Form, wide
+from dpscale.engine.rules.forms import Change, Dense, Form, Stack, wide
 from dpscale.engine.rules.linear import CHUNK, Outer
 
 
@@ -44,8 +44,30 @@ class Patches(Form):
         positions = self.x.shape[1] * math.prod(self.g.shape[3:])
         inputs, outputs = math.prod(self.weight_shape[1:]), self.weight_shape[0] // self.groups
         numbers = len(self.x) * max(self._patch_numbers, math.prod(self.weight_shape))
-        many = positions * (inputs + outputs) > inputs * outputs
-        return Dense(self.per_sample()) if many and numbers <= CHUNK else self
+        if positions * (inputs + outputs) <= inputs * outputs or numbers > CHUNK:
+            return self
+        plane = len(self.stride) == 2 and self.groups == self.x.shape[1] == self.dilation[0] == self.dilation[1] == 1
+        wide_rows = self.weight_shape[1] * self.weight_shape[-1] >= 48  # below, the products are too small to pay
+        return self._by_kernel_rows() if plane and wide_rows else Dense(self.per_sample())
+
+    def _by_kernel_rows(self) -> Form:
+        """The gradients in 2d, a kernel row at a time: only columns are unfolded, so a kernel-height-th is copied.
+
+        Input rows of one residue modulo the stride lie together in the copy, so that the rows which kernel row i meets
+        are one block: (B, stride, C, kernel width, height/stride, L2).
+        """
+        (down, across), (_, _, height, width) = self.stride, self.weight_shape
+        x = wide(self.x).squeeze(1)
+        uneven = -(x.shape[2] + 2 * self.padding[0]) % down
+        x = F.pad(x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0] + uneven))
+        x = x.unflatten(2, (-1, down)).unfold(4, width, across).permute(0, 3, 1, 5, 2, 4).contiguous()
+        g = wide(self.g).squeeze(1).flatten(2)
+        rows = []
+        for i in range(height):
+            block = x[:, i % down, :, :, i // down : i // down + self.g.shape[3]]
+            product = torch.bmm(g, block.flatten(1, 2).flatten(2).mT)
+            rows.append(Dense(product.unflatten(2, (-1, width))))
+        return Stack(tuple(rows), 2)
 
     def norm2(self) -> Tensor:
         """Per group, the norm of the outer-product form over patches, a chunk of samples at a time."""

@@ -105,6 +105,30 @@ class Dense(Form):
         return Dense(self.per_sample() + other.per_sample()) if isinstance(other, Dense) else None
 
 
+@dataclass(frozen=True)
+class Stack(Form):
+    """A tensor in slices along one of its dimensions, each slice with a form of its own."""
+
+    slices: tuple[Form, ...]
+    dim: int
+
+    def norm2(self) -> Tensor:
+        """Slices have no entry in common: their squares add up."""
+        return torch.stack([form.norm2() for form in self.slices]).sum(0)
+
+    def weighted(self, weights_B: Tensor) -> Tensor:
+        """Each slice's sum, put together."""
+        return torch.stack([form.weighted(weights_B) for form in self.slices], self.dim)
+
+    def per_sample(self) -> Tensor:
+        """Each slice's gradients, put together."""
+        return torch.stack([form.per_sample() for form in self.slices], self.dim + 1)
+
+    def map(self, change: Change) -> "Stack":
+        """Change every slice."""
+        return Stack(tuple(form.map(change) for form in self.slices), self.dim)
+
+
 def total(forms: Sequence[Form]) -> Form:
     """One form for the sum of several uses of the same tensor, cross terms included."""
     return reduce(lambda a, b: a.join(b) or Dense(a.per_sample() + b.per_sample()), forms)
