@@ -4,9 +4,9 @@
     python benchmarks/step.py --json results.json
     python benchmarks/step.py --device cuda --batch 512
 
-Every row is a whole step (forward, backward, scaling, noise, SGD update) on the same batch. The contenders take turns, round
-by round, so that a busy machine slows them all alike; the figure is the median over rounds of the time relative to
-plain PyTorch in the same round. Peak memory is the allocator's on CUDA and is not measured on the CPU.
+Every row is a whole step (forward, backward, scaling, noise, SGD update) on the same batch. The contenders take
+turns, round by round, so that a busy machine slows them all alike; the figure is the median over rounds of the time
+relative to plain PyTorch in the same round. Peak memory is the allocator's on CUDA and is not measured on the CPU.
 """
 
 import argparse
@@ -149,7 +149,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="opacus")
     warnings.filterwarnings("ignore", message=".*backward hook.*")
     chip = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"torch {torch.__version__}, python {platform.python_version()}, {chip}, B = {args.batch}, {args.rounds} rounds")
+    print(
+        f"torch {torch.__version__}, python {platform.python_version()}, {chip}, B = {args.batch}, {args.rounds} rounds"
+    )
     print(f"{'model':<12}{'contender':<16}{'ms/step':>9}{'x plain':>9}{'quartiles':>14}{'peak MiB':>10}")
     rows = []
     for name in MODELS:

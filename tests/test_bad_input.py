@@ -53,19 +53,26 @@ def test_loss_that_is_not_per_sample_in_your_own_loop():
 
 def test_leading_dimensions_that_disagree():
     x, y = batch()
-    with pytest.raises(ValueError, match=r"'batch' parameter of scaled_sum must be tensors that agree in their first dim.*"
+    with pytest.raises(ValueError, match=r"'batch' parameter of scaled_sum must be tensors that agree in their first "
+        r"dim.*"
                                          r"Got \[\(4, 4\), \(3,\)\] instead. Put what is not per sample"):  # fmt: skip
         dpscale.scaled_sum(mlp(), loss_fn, (x, y[:3]), RULE)
 
 
 def test_batch_without_tensors():
-    with pytest.raises(ValueError, match="'batch' parameter of scaled_sum must be a pytree that holds at least one tensor"):
+    with pytest.raises(
+        ValueError, match=r"'batch' parameter of scaled_sum must be a pytree that holds at least one tensor"
+    ):
         dpscale.scaled_sum(mlp(), loss_fn, [], RULE)
 
 
 def test_batch_with_rows_dropped():
     run = private()
-    with pytest.raises(ValueError, match=r"'batch' parameter of step must be of \d+ rows, as drawn.*Got \d+.*masked inside"):
+    with pytest.raises(
+        ValueError,
+        match=r"'batch' parameter of step must be of \d+ rows, as drawn.*Got \d+.*masked "
+        r"inside",
+    ):
         for x, y in run.batches(data()):
             run.step((x[1:], y[1:]), loss_fn)
     unchanged(run)
@@ -79,7 +86,11 @@ def test_mask_of_the_wrong_shape(mask):
 
 def test_points_that_do_not_fit():
     model = mlp()
-    with pytest.raises(ValueError, match=r"'points' parameter of scaled_sum must be weights with the names and shapes.*0.weight"):
+    with pytest.raises(
+        ValueError,
+        match=r"'points' parameter of scaled_sum must be weights with the names and "
+        r"shapes.*0.weight",
+    ):
         dpscale.scaled_sum(model, loss_fn, batch(), RULE, points=[(1.0, {"0.bias": torch.zeros(6)})])
 
 
@@ -92,7 +103,7 @@ def test_a_batch_of_ones_own_making():
 
 def test_one_batch_used_twice():
     run = private()
-    with pytest.raises(RuntimeError, match="No drawn batch is waiting"):
+    with pytest.raises(RuntimeError, match=r"No drawn batch is waiting"):
         for drawn in run.batches(data()):
             run.step(drawn, loss_fn)
             run.step(drawn, loss_fn)
@@ -101,7 +112,7 @@ def test_one_batch_used_twice():
 
 def test_losses_from_elsewhere():
     run = private()
-    with pytest.raises(RuntimeError, match="do not come from a forward of the model on the batch that was drawn last"):
+    with pytest.raises(RuntimeError, match=r"do not come from a forward of the model on the batch that was drawn last"):
         for x, _ in run.batches(data()):
             run.backward(torch.ones(len(x), requires_grad=True))
     unchanged(run)
@@ -109,9 +120,9 @@ def test_losses_from_elsewhere():
 
 def test_empty_dataset():
     run = private()
-    with pytest.raises(ValueError, match="'dataset' parameter of batches must be a dataset with at least one sample"):
+    with pytest.raises(ValueError, match=r"'dataset' parameter of batches must be a dataset with at least one sample"):
         run.batches(TensorDataset(torch.zeros(0, 4)))
-    with pytest.raises(ValueError, match="'size' parameter of Poisson must be .*Got 0 instead.*empty"):
+    with pytest.raises(ValueError, match=r"'size' parameter of Poisson must be .*Got 0 instead.*empty"):
         dpscale.Poisson(size=0, batch=1)
 
 
@@ -122,7 +133,9 @@ def test_dataset_of_another_size_than_planned():
 
 @pytest.mark.parametrize("option", ["batch_size", "shuffle", "drop_last", "sampler"])
 def test_loader_options_that_change_the_sampling(option):
-    with pytest.raises(ValueError, match=f"'loader' parameter of batches must be without .*{option}.*sampler in the plan"):
+    with pytest.raises(
+        ValueError, match=f"'loader' parameter of batches must be without .*{option}.*sampler in the plan"
+    ):
         private().batches(data(), **{option: 1})
 
 
@@ -163,7 +176,7 @@ def test_nan_parameters():
 
 def test_parameters_that_become_nan():
     run = private()
-    with pytest.raises(ValueError, match="Parameter '0.weight' holds NaN or infinity.*lower the learning rate"):
+    with pytest.raises(ValueError, match=r"Parameter '0.weight' holds NaN or infinity.*lower the learning rate"):
         for drawn in run.batches(data()):
             run.model[0].weight.data[:] = torch.nan
             run.step(drawn, loss_fn)
@@ -172,20 +185,24 @@ def test_parameters_that_become_nan():
 
 def test_optimizer_over_other_parameters():
     model = mlp()
-    with pytest.raises(ValueError, match=r"'optimizer' parameter of privatize must be over every trainable parameter.*2.weight"):
+    with pytest.raises(
+        ValueError,
+        match=r"'optimizer' parameter of privatize must be over every trainable "
+        r"parameter.*2.weight",
+    ):
         private(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
     stranger = nn.Parameter(torch.zeros(1))
-    with pytest.raises(ValueError, match="over parameters of the model alone. Got '1 other tensors'"):
+    with pytest.raises(ValueError, match=r"over parameters of the model alone. Got '1 other tensors'"):
         private(model, optimizer=torch.optim.SGD([*model.parameters(), stranger], lr=0.1))
 
 
 def test_model_without_trainable_parameters():
-    with pytest.raises(ValueError, match="no trainable parameter. Set requires_grad_"):
+    with pytest.raises(ValueError, match=r"no trainable parameter. Set requires_grad_"):
         dpscale.scaled_sum(mlp().requires_grad_(False), loss_fn, batch(), RULE)
 
 
 def test_losses_that_depend_on_no_parameter():
-    with pytest.raises(dpscale.UnsupportedModel, match="losses depend on no trainable parameter.*detach"):
+    with pytest.raises(dpscale.UnsupportedModel, match=r"losses depend on no trainable parameter.*detach"):
         dpscale.scaled_sum(mlp(), lambda m, b: m(b[0]).detach().sum(1), batch(), RULE)
 
 
@@ -215,7 +232,11 @@ class Unknown(nn.Module):
 
 def test_unknown_operation_names_the_parameter():
     x = torch.arange(12).view(4, 3) % 9
-    with pytest.raises(dpscale.UnsupportedModel, match=r"embedding_bag \(parameter 'bag.weight'\) has no rule.*requires_grad_"):
+    with pytest.raises(
+        dpscale.UnsupportedModel,
+        match=r"embedding_bag \(parameter 'bag.weight'\) has no "
+        r"rule.*requires_grad_",
+    ):
         dpscale.scaled_sum(Unknown(), loss_fn, (x, torch.zeros(4).long()), RULE)
 
 
@@ -245,27 +266,29 @@ def test_control_flow_that_depends_on_the_data():
 
     x = torch.randn(6, 4)
     x[:3, 0] = torch.tensor([2.0, 1.0, 3.0])
-    with pytest.raises(dpscale.UnsupportedModel, match="data-dependent control flow"):
+    with pytest.raises(dpscale.UnsupportedModel, match=r"data-dependent control flow"):
         dpscale.scaled_sum(Sometimes(), lambda m, b: m(b[0]).sum(1), (x,), RULE)
 
 
 def test_embedding_that_renormalizes_itself():
     model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 3))
     before = vector(model)
-    with pytest.raises(dpscale.UnsupportedModel, match="'0.weight' is changed by the forward itself"):
+    with pytest.raises(dpscale.UnsupportedModel, match=r"'0.weight' is changed by the forward itself"):
         dpscale.scaled_sum(model, loss_fn, (torch.arange(12).view(4, 3) % 9, torch.zeros(4).long()), RULE)
     assert torch.equal(vector(model), before)
 
 
 def test_embedding_scaled_by_frequency():
     model = nn.Sequential(nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(12, 3))
-    with pytest.raises(ValueError, match="scale_grad_by_freq=True.*samples are coupled"):
+    with pytest.raises(ValueError, match=r"scale_grad_by_freq=True.*samples are coupled"):
         dpscale.scaled_sum(model, loss_fn, (torch.arange(12).view(4, 3) % 9, torch.zeros(4).long()), RULE)
 
 
 def test_a_parameter_used_outside_the_models_forward():
     run = private()
-    with pytest.raises(dpscale.UnsupportedModel, match="'0.weight' also reaches the losses outside the model's own forward"):
+    with pytest.raises(
+        dpscale.UnsupportedModel, match=r"'0.weight' also reaches the losses outside the model's own forward"
+    ):
         for x, y in run.batches(data()):
             run.backward(loss_fn(run.model, (x, y)) + run.model[0].weight.square().sum())
     unchanged(run)
@@ -281,7 +304,9 @@ def test_a_compiled_part_is_not_silently_untrained():
         def forward(self, x):
             return self.apply_hidden(x, self.a.weight)
 
-    with pytest.raises(dpscale.UnsupportedModel, match="Parameter 'a.weight' is used where its operations cannot be seen"):
+    with pytest.raises(
+        dpscale.UnsupportedModel, match=r"Parameter 'a.weight' is used where its operations cannot be seen"
+    ):
         dpscale.scaled_sum(Scripted(), lambda m, b: m(b[0]).sum(1), (torch.randn(4, 4),), RULE)
 
 
@@ -310,6 +335,8 @@ def test_a_buffer_that_remembers_the_samples():
             return self.a(x)
 
     model = Remembers()
-    with pytest.raises(dpscale.UnsupportedModel, match="A buffer of the model is updated from the samples.*stop the update"):
+    with pytest.raises(
+        dpscale.UnsupportedModel, match=r"A buffer of the model is updated from the samples.*stop the update"
+    ):
         dpscale.scaled_sum(model, loss_fn, batch(), RULE)
     assert not model.mean.any()

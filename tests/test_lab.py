@@ -319,7 +319,12 @@ def test_the_report_stands_by_itself(folder, found, tmp_path):
     assert text.count("<svg") == 3 and text.count("</svg>") == 3
     for r in rows:
         assert r.title in text and summary.percent(r.accuracy, r.half_width) in text
-    assert summary.verdict(rows) in text and "not counted in epsilon" in text and "tiny" in text
+    assert (
+        report.escape(TINY.note) in text
+        and summary.verdict(rows) in text
+        and "not counted in epsilon" in text
+        and "tiny" in text
+    )
     assert found[0].versions["torch"] in text and "Guarantee:" in text and "prefers-color-scheme: dark" in text
     for line in {line for r in rows for line in r.statement.splitlines()}:
         assert report.escape(line) in text

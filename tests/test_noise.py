@@ -1,9 +1,9 @@
 """The noise: its size through the whole private step, its sources, and that it comes once.
 
-The statistical tests sum the squares of n = 200,000 noise entries divided by the claimed variance, a chi-square variable of n
-degrees of freedom. The claimed scale is accepted unless that sum lies outside its central 1 - 1e-6 interval: one false
-failure in a million runs (and the seeds are fixed, so it is the same run every time). A scale 3% off moves the sum by 6%,
-18 standard deviations: it is rejected but for odds far below 1e-6.
+The statistical tests sum the squares of n = 200,000 noise entries divided by the claimed variance, a chi-square
+variable of n degrees of freedom. The claimed scale is accepted unless that sum lies outside its central 1 - 1e-6
+interval: one false failure in a million runs (and the seeds are fixed, so it is the same run every time). A scale 3%
+off moves the sum by 6%, 18 standard deviations: it is rejected but for odds far below 1e-6.
 """
 
 import numpy as np
@@ -105,12 +105,15 @@ def test_noise_is_drawn_in_float32(dtype):
 
 
 def test_a_bfloat16_model_gets_float32_noise_before_rounding():
-    (noise,), std = released(None, dpscale.Poisson(size=40, batch=10), "step")
+    (noise,), _ = released(None, dpscale.Poisson(size=40, batch=10), "step")
     assert noise.dtype == torch.float32
     torch.manual_seed(0)
     model = Wide().bfloat16()
     plan = dpscale.Plan(
-        scaling=dpscale.PSASC(C=0.3, s=0.5, r=0.01), sampling=dpscale.Poisson(size=40, batch=10), steps=1, noise_multiplier=1.3
+        scaling=dpscale.PSASC(C=0.3, s=0.5, r=0.01),
+        sampling=dpscale.Poisson(size=40, batch=10),
+        steps=1,
+        noise_multiplier=1.3,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     private = dpscale.privatize(model, optimizer, plan, seed=5)

@@ -90,7 +90,7 @@ def test_normalized_has_bound_one_and_the_same_shape(rule):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_s_is_a_learning_rate_factor(momentum):
-    """Whole noisy training runs coincide: (C, s, r, η, σ) against bound 1 at learning rate ηC/s. Only rounding differs."""
+    """Whole noisy runs coincide: (C, s, r, η, σ) against bound 1 at learning rate ηC/s. Only rounding differs."""
     rule = dpscale.PSASC(C=0.25, s=0.55, r=1e-3)
     normal, factor = rule.normalized()
 

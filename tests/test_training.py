@@ -14,7 +14,11 @@ def test_no_noise_and_an_infinite_clip_is_sgd():
     """The limit of private training is training, to rounding: same batches, same optimizer, same weights."""
     sampling = dpscale.FixedSize(size=SIZE, batch=12)
     limit = private(
-        mlp(dtype=torch.float64), scaling=dpscale.Clip(C=torch.inf), sampling=sampling, noise_multiplier=0.0, unsafe_no_noise=True
+        mlp(dtype=torch.float64),
+        scaling=dpscale.Clip(C=torch.inf),
+        sampling=sampling,
+        noise_multiplier=0.0,
+        unsafe_no_noise=True,
     )
     plain = mlp(dtype=torch.float64)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -87,7 +91,7 @@ def test_a_step_beyond_the_plan_raises_and_releases_nothing(how):
     batch = next(iter(run.batches(data())))
     train(run)
     before = vector(run.model)
-    with pytest.raises(dpscale.BudgetExhausted, match="All 5 planned steps are taken.*Nothing was released"):
+    with pytest.raises(dpscale.BudgetExhausted, match=r"All 5 planned steps are taken.*Nothing was released"):
         run.step(batch, loss_fn) if how == "step" else run.backward(loss_fn(run.model, batch))
     assert torch.equal(vector(run.model), before)
     assert all(p.grad is None for p in run.model.parameters())

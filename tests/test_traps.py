@@ -1,10 +1,11 @@
-"""What other libraries got wrong in the step and the loop, one test each; the sampler's and accountant's are in their own files.
+"""What other libraries got wrong in the step and the loop, one test each; the sampler's are in their own files.
 
 The numbers are those of the project's list of traps.
 """
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ def test_trap_01_noise_and_scaling_read_one_bound():
         run = private(model, scaling=dpscale.Clip(C=C), steps=1)
         grads = []
         run.optimizer.register_step_pre_hook(lambda *_: grads.append(model.weight.grad.clone()))
-        masked = TensorDataset(torch.zeros(SIZE, 4), torch.zeros(SIZE, dtype=torch.long))  # zero input, zero weight gradient
+        masked = TensorDataset(
+            torch.zeros(SIZE, 4), torch.zeros(SIZE, dtype=torch.long)
+        )  # zero input, zero weight gradient
         train(run, masked)
         return grads[0]
 
@@ -95,7 +98,7 @@ def test_trap_03_flattened_positions_are_not_samples(time_first):
 
 
 def test_trap_09_a_mean_is_not_a_sum():
-    """With mean reduction norms shrink by the batch size. Here a mean is refused, and norms do not know the batch size."""
+    """With a mean, norms shrink by the batch size. Here a mean is refused, and norms do not know the batch size."""
     model, (x, y) = mlp(), data().tensors
     with pytest.raises(ValueError, match="reduction='none'"):
         dpscale.scaled_sum(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y), dpscale.Clip(C=1.0))
@@ -228,4 +231,4 @@ def test_trap_24_schedulers_and_hooks_work():
         scheduler.step()
     assert len(hooked) == 5
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-5)
-    assert all(b < 0.5 * a for a, b in zip(moves, moves[1:], strict=False))
+    assert all(b < 0.5 * a for a, b in itertools.pairwise(moves))

@@ -1,8 +1,9 @@
 """Gaussian noise in float32 from a 256-bit key, a fresh stream for every step.
 
 Who can guess the key can subtract the noise, so by default it is 32 bytes from the operating system; 64-bit seeds (all
-that `torch.Generator` takes, of which its CPU engine uses 32 bits) are never the root of anything here. A step's stream is derived from
-the key by a keyed hash of its label, so a step's noise depends neither on how the batch was split nor on what ran before.
+that `torch.Generator` takes, of which its CPU engine uses 32 bits) are never the root of anything here. A step's
+stream is derived from the key by a keyed hash of its label, so a step's noise depends neither on how the batch was
+split nor on what ran before.
 
 The generators are fast, not cryptographic: they are statistically sound, and their states are unguessable from outside,
 but they are not proven against somebody who sees many outputs.

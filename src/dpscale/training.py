@@ -72,8 +72,8 @@ class Private:
     def batches(self, dataset: Dataset[Any], **loader: Any) -> Iterator[Any]:
         """Draw the planned batches, those already taken left out.
 
-        Each is drawn by the plan's sampler and padded to a fixed shape; the padding is masked out of every sum. Use each with
-        `step` or `backward` before taking the next. An empty draw is a batch like any other: a step of noise.
+        Each is drawn by the plan's sampler and padded to a fixed shape; the padding is masked out of every sum. Use
+        each with `step` or `backward` before taking the next. An empty draw is a batch like any other: a step of noise.
 
         Args:
             dataset: a `TensorDataset` (indexed on the device where its tensors are), or any map-style dataset.
@@ -84,7 +84,8 @@ class Private:
         require(size > 0, "batches", "dataset", "a dataset with at least one sample", "an empty dataset")
         require(
             size == self.plan.sampling.size, "batches", "dataset", f"of {self.plan.sampling.size} samples, as planned",
-            size, f"Plan with {type(self.plan.sampling).__name__}(size={size}, ...), so that sampler and accountant agree.",
+            size, f"Plan with {type(self.plan.sampling).__name__}(size={size}, ...), so that sampler and accountant "
+                "agree.",
         )  # fmt: skip
         taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & set(loader)
         require(not taken, "batches", "loader", "without options that change the sampling", sorted(taken),
@@ -146,8 +147,9 @@ class Private:
         """
         if self._unstepped and any(p.grad is not None for p in self.model.parameters()):
             raise RuntimeError(
-                "backward() was called again before optimizer.step(). A second release would overwrite the first, and both would "
-                "be charged. Call optimizer.step() and optimizer.zero_grad() first; for larger batches, raise the plan's batch."
+                "backward() was called again before optimizer.step(). A second release would overwrite the first, "
+                "and both would be charged. Call optimizer.step() and optimizer.zero_grad() first; for larger "
+                "batches, raise the plan's batch."
             )
         mask = self._take(losses)
         with _memory_advice(self._micro_batch):
@@ -166,8 +168,8 @@ class Private:
             )
         if self._drawn is None:
             raise RuntimeError(
-                "No drawn batch is waiting: step() and backward() take each batch that private.batches(dataset) yields, once. "
-                "A batch of your own making would not be sampled as the accountant assumes."
+                "No drawn batch is waiting: step() and backward() take each batch that private.batches(dataset) "
+                "yields, once. A batch of your own making would not be sampled as the accountant assumes."
             )
         samples, device = batch_size(batch)
         require(
@@ -196,15 +198,18 @@ def privatize(
 ) -> Private:
     """Train ``model`` with ``optimizer`` under ``plan``.
 
-    Guarantee: the parameters after any number of steps are (ε, δ)-differentially private, ε = ``private.epsilon(delta)``,
-    under the adjacency that ``plan.statement()`` names, if no randomness leaks and nothing else about the data is published.
+    Guarantee: the parameters after any number of steps are (ε, δ)-differentially private, ε =
+    ``private.epsilon(delta)``, under the adjacency that ``plan.statement()`` names, if no randomness leaks and
+    nothing else about the data is published.
 
     Args:
         model: any module that treats samples apart; checked at the first step.
         optimizer: any torch optimizer over the model's parameters. It sees ordinary ``.grad``.
         plan: calibrated.
-        seed: None for the operating system's randomness; an integer makes the run reproducible, and its noise guessable.
-        micro_batch: rows per forward; None for a whole logical batch. A matter of memory alone: results do not depend on it.
+        seed: None for the operating system's randomness; an integer makes the run reproducible, and its noise
+        guessable.
+        micro_batch: rows per forward; None for a whole logical batch. A matter of memory alone: results do not depend
+        on it.
 
     Example:
         >>> import torch, dpscale; from torch import nn; from torch.utils.data import TensorDataset

@@ -1,4 +1,4 @@
-"""Whole models against the oracle: shared, tied, derived and raw parameters, batches that are reshaped inside, points."""
+"""Whole models against the oracle: tied, derived and raw parameters, batches reshaped inside, points."""
 
 import pytest
 import torch
@@ -206,7 +206,7 @@ def test_an_infinite_clip_is_the_plain_gradient(name):
 
 @every_model
 def test_nothing_is_left_on_the_model(name):
-    """No gradient, no hook, no attribute, no changed buffer or random state; and a new sequence length is no problem."""
+    """No gradient, no hook, no attribute, no changed buffer or random state."""
     model, batch = build(name)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     before, random = set(vars(model)), torch.get_rng_state()

@@ -38,7 +38,8 @@ class Site:
             ``shared``: a function of parameters alone, which later operations consume as if it were one;
             ``plain``: nothing to differentiate (a shape, a comparison).
         rule: how to form per-sample gradients; None for the generic rule.
-        layouts: where the samples are, of differentiable outputs ("out0", …) and of arguments (by the rule's names, or "0", "1", …).
+        layouts: where the samples are, of differentiable outputs ("out0", …) and of arguments (by the rule's names,
+        or "0", "1", …).
     """
 
     function: Callable[..., Any]
@@ -172,8 +173,8 @@ class Capture(Meeting):
             out = func(*args, **kwargs)
         elif in_place(func):
             raise UnsupportedModel(
-                f"The in-place operation {func.__name__} writes parameter {next(iter(keys.values()))!r} into a tensor that "
-                "depends on no other parameter. Use the operation that is not in place."
+                f"The in-place operation {func.__name__} writes parameter {next(iter(keys.values()))!r} into a "
+                "tensor that depends on no other parameter. Use the operation that is not in place."
             )
         else:
             out = self._sourced(lambda: func(*args, **kwargs))

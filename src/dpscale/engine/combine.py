@@ -109,7 +109,8 @@ def _forms(met: Met, grads: dict[int, Tensor], samples: int) -> Iterator[tuple[s
         if t._version != version:
             raise UnsupportedModel(
                 f"A tensor that {getattr(met.site.function, '__name__', '?')} needs for the gradient of "
-                f"{next(iter(met.keys.values()))!r} was changed in place afterwards. Use the operation that is not in place."
+                f"{next(iter(met.keys.values()))!r} was changed in place afterwards. Use the operation that is not "
+                "in place."
             )
     site = met.site
     if site.kind == "expanded":

@@ -2,9 +2,9 @@
 
 Whether samples are kept apart cannot be told from class names: a batch norm has many disguises, and a loss can mix
 samples too. So each sample is tainted in turn, and whatever changes in the forward, or receives a gradient from that
-sample's loss in the backward, belongs to it. If it reaches another sample's loss, or a buffer, or rows that cannot all be one
-sample's, the model is refused. The same evidence says which rows of each operation belong to which sample, however
-the model reshapes its batch.
+sample's loss in the backward, belongs to it. If it reaches another sample's loss, or a buffer, or rows that cannot
+all be one sample's, the model is refused. The same evidence says which rows of each operation belong to which sample,
+however the model reshapes its batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -135,8 +135,8 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
                 for q, old in zip(parameters.values(), saved, strict=True):
                     q.data.copy_(old)
                 raise UnsupportedModel(
-                    f"Parameter {name!r} is changed by the forward itself (an Embedding with max_norm does that): the "
-                    "change would depend on the samples and get no noise. Build the layer without it."
+                    f"Parameter {name!r} is changed by the forward itself (an Embedding with max_norm does that): "
+                    "the change would depend on the samples and get no noise. Build the layer without it."
                 )
         return _Record(probe.seen, [t for t in tree_leaves(out) if isinstance(t, Tensor)], buffers)
 
@@ -160,9 +160,10 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
     except _Coupled:
         culprit = where_samples_meet(model, run, batch)
         raise UnsupportedModel(
-            f"Samples are coupled at {culprit}: what one sample holds reaches another. A per-sample gradient, and so a bound on "
-            "one sample's influence, does not exist then. The usual causes are BatchNorm (replace it by GroupNorm), statistics "
-            "taken over the batch, and a loss that mixes samples or averages over them (use reduction='none')."
+            f"Samples are coupled at {culprit}: what one sample holds reaches another. A per-sample gradient, and so "
+            "a bound on one sample's influence, does not exist then. The usual causes are BatchNorm (replace it by "
+            "GroupNorm), statistics taken over the batch, and a loss that mixes samples or averages over them (use "
+            "reduction='none')."
         ) from None
 
 
@@ -216,8 +217,9 @@ class _Touched:
         for a, b in zip(self.base.buffers, run.buffers, strict=True):
             if bool(differs(a, b).any()):
                 raise UnsupportedModel(
-                    "A buffer of the model is updated from the samples (the running statistics of a BatchNorm?): it would "
-                    "carry them out of training without noise. Replace the layer (BatchNorm by GroupNorm), or stop the update."
+                    "A buffer of the model is updated from the samples (the running statistics of a BatchNorm?): it "
+                    "would carry them out of training without noise. Replace the layer (BatchNorm by GroupNorm), or "
+                    "stop the update."
                 )
 
 
@@ -241,8 +243,8 @@ def _site(seen: _Seen, small: _Seen, inputs: dict[int, Masks], outputs: list[Mas
             return Site(seen.function, "rows", rule, layouts)
     if seen.random:
         raise UnsupportedModel(
-            f"{seen.name} draws random numbers inside; replaying it per sample would draw others. Set its dropout to 0, or "
-            "make the dropout an operation of its own."
+            f"{seen.name} draws random numbers inside; replaying it per sample would draw others. Set its dropout to "
+            "0, or make the dropout an operation of its own."
         )
     for k, masks in inputs.items():
         if seen.inputs[k].shape != small.inputs[k].shape:
@@ -254,7 +256,7 @@ def _site(seen: _Seen, small: _Seen, inputs: dict[int, Masks], outputs: list[Mas
 
 
 def _check_replay(seen: _Seen, layouts: Mapping[str, Layout]) -> None:
-    """The generic rule runs the operation on one sample's rows: that must give the sample's rows of the whole result."""
+    """The generic rule runs the operation on one sample's rows: that must give its rows of the whole result."""
     arguments, spec = by_name(*tree_unflatten(seen.inputs, seen.spec))
     run = replay(out_of_place(seen.function), spec)
     for i in range(SAMPLES):
@@ -268,9 +270,9 @@ def _check_replay(seen: _Seen, layouts: Mapping[str, Layout]) -> None:
             same = False
         if not same:
             raise UnsupportedModel(
-                f"{seen.name} has no rule of its own, and run on one sample it does not give that sample's rows of the batch, so "
-                "its per-sample gradients are unknown. Write it with other operations, or freeze the parameter with "
-                "requires_grad_(False)."
+                f"{seen.name} has no rule of its own, and run on one sample it does not give that sample's rows of "
+                "the batch, so its per-sample gradients are unknown. Write it with other operations, or freeze the "
+                "parameter with requires_grad_(False)."
             )
 
 
@@ -280,8 +282,8 @@ def _layout(seen: _Seen, t: Tensor, small: Tensor, masks: Masks) -> Layout:
         raise _Coupled
     if len(agree) > 1 and any(bool(m.any()) for m in masks):
         raise UnsupportedModel(
-            f"It cannot be told which rows of {seen.name}, of shape {tuple(t.shape)} on {SAMPLES} samples, belong to which "
-            "sample. Keep the batch in a dimension of its own."
+            f"It cannot be told which rows of {seen.name}, of shape {tuple(t.shape)} on {SAMPLES} samples, belong to "
+            "which sample. Keep the batch in a dimension of its own."
         )
     return agree[0]
 
@@ -294,8 +296,8 @@ def _grown(seen: _Seen, small: _Seen) -> bool:
 def _check_same_operations(a: _Record, b: _Record) -> None:
     if [s.function for s in a.seen] != [s.function for s in b.seen]:
         raise UnsupportedModel(
-            "Which operations this model runs depends on the values in the batch (data-dependent control flow), so rows cannot "
-            "be attributed to samples. Make the forward run the same operations for every batch."
+            "Which operations this model runs depends on the values in the batch (data-dependent control flow), so "
+            "rows cannot be attributed to samples. Make the forward run the same operations for every batch."
         )
 
 
@@ -304,8 +306,8 @@ def _check_met(parameters: Mapping[str, Tensor], base: _Record) -> None:
     roots = [t for t in base.outputs if t.requires_grad]
     if not roots:
         raise UnsupportedModel(
-            "The losses depend on no trainable parameter. Check requires_grad of the parameters, and that the loss is computed "
-            "from the model's output without detach() or no_grad()."
+            "The losses depend on no trainable parameter. Check requires_grad of the parameters, and that the loss "
+            "is computed from the model's output without detach() or no_grad()."
         )
     seeds = [torch.ones_like(t) for t in roots]
     grads = torch.autograd.grad(roots, list(parameters.values()), seeds, retain_graph=True, allow_unused=True)
@@ -313,8 +315,9 @@ def _check_met(parameters: Mapping[str, Tensor], base: _Record) -> None:
     for name, g in zip(parameters, grads, strict=True):
         if g is not None and name not in met:
             raise UnsupportedModel(
-                f"Parameter {name!r} is used where its operations cannot be seen (a compiled or scripted part?), so its "
-                "per-sample gradients are unknown. Pass the plain module, or freeze it with requires_grad_(False)."
+                f"Parameter {name!r} is used where its operations cannot be seen (a compiled or scripted part?), so "
+                "its per-sample gradients are unknown. Pass the plain module, or freeze it with "
+                "requires_grad_(False)."
             )
 
 

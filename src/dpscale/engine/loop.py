@@ -53,8 +53,9 @@ class Recorder:
         outside = [n for n, g in zip(parameters, arrived[len(wanted) :], strict=True) if g is not None]
         if outside:
             raise UnsupportedModel(
-                f"Parameter {outside[0]!r} also reaches the losses outside the model's own forward, where per-sample gradients "
-                "are unknown. Move that part into the model's forward, or use private.step(batch, loss_fn)."
+                f"Parameter {outside[0]!r} also reaches the losses outside the model's own forward, where per-sample "
+                "gradients are unknown. Move that part into the model's forward, or use private.step(batch, "
+                "loss_fn)."
             )
         if all(g is None for g in arrived):
             raise _astray()
@@ -72,8 +73,8 @@ class Recorder:
             for g in grads:
                 if g is not None and bool(torch.cat([g[:i], g[i + 1 :]]).ne(0).any()):
                     raise UnsupportedModel(
-                        f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's output. Compute each "
-                        "loss from its own sample (reduction='none')."
+                        f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's "
+                        "output. Compute each loss from its own sample (reduction='none')."
                     )
         self._apart = True
 
@@ -115,5 +116,6 @@ class Recorder:
 def _astray() -> RuntimeError:
     return RuntimeError(
         "These losses do not come from a forward of the model on the batch that was drawn last. Compute them as "
-        "loss(model(batch), ...) on all rows of the batch, with gradients enabled, then call private.backward(losses)."
+        "loss(model(batch), ...) on all rows of the batch, with gradients enabled, then call "
+        "private.backward(losses)."
     )

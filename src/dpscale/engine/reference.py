@@ -1,4 +1,4 @@
-"""The slow, obviously right oracle: a loop over samples, plain autograd, no tricks. Tests compare the engine with it."""
+"""The slow, obviously right oracle: a loop over samples and plain autograd. Tests compare the engine with it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

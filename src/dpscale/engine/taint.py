@@ -1,7 +1,8 @@
 """Taints one sample of a small batch, and finds out what it reaches.
 
-A sample is made NaN (which survives nearly every operation), and also exchanged for another sample (which reaches through
-integers and comparisons, where NaN cannot go). What differs from the untainted run has been touched by that sample.
+A sample is made NaN (which survives nearly every operation), and also exchanged for another sample (which reaches
+through integers and comparisons, where NaN cannot go). What differs from the untainted run has been touched by that
+sample.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ SAMPLES, FEWER = 3, 2
 
 
 class Watch:
-    """How many captures and probes watch the forwards that run now; a recorder of forwards then keeps out of the way."""
+    """How many captures and probes watch the forwards that run now; a recorder then keeps out of the way."""
 
     count = 0
 
@@ -82,7 +83,7 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Leave the model's buffers and every random state as they were; seed the run, so that all draw the same dropout."""
+    """Leave buffers and random states as they were; seed the run, so that all draw the same dropout."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     saved = [b.clone() for b in model.buffers()]
     Watch.count += 1
@@ -101,8 +102,8 @@ def require_finite(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if not bool(torch.isfinite(p).all()):
             raise ValueError(
-                f"Parameter {name!r} holds NaN or infinity, so every sample's gradient does. Nothing was released. Load "
-                "or initialize the model again; if it diverged, lower the learning rate."
+                f"Parameter {name!r} holds NaN or infinity, so every sample's gradient does. Nothing was released. "
+                "Load or initialize the model again; if it diverged, lower the learning rate."
             )
 
 

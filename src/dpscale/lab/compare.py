@@ -6,7 +6,9 @@ report says so. Then each method runs at each seed and is measured once, after t
 """
 
 import contextlib
+import math
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -105,7 +107,7 @@ def _search(
     rates, found = {}, {}
     for name, runs in tried.items():
         # Of equal accuracies the one with less loss: accuracy on a few hundred images is coarse.
-        rates[name] = max(runs, key=lambda rate: (runs[rate].accuracy, -runs[rate].loss))
+        rates[name] = max(runs, key=lambda rate: (runs[rate].accuracy, -_or_inf(runs[rate].loss)))
         found[name] = {
             "note": NOT_COUNTED,
             "held_out": config.held_out,
@@ -141,7 +143,7 @@ class _Batch:
         return found
 
     def _execute(self, jobs: Sequence[Job], pool: Executor | None) -> Iterator[Record]:
-        if jobs and self.noise_multiplier is None:
+        if self.noise_multiplier is None and any(METHODS[job.method].rule for job in jobs):
             self.noise_multiplier = calibrate(jobs[0].config)
         ready = [_with_noise(job, self.noise_multiplier or 0.0) for job in jobs]
         if pool is None:
@@ -172,9 +174,13 @@ def train(
     path = _file(out, job)
     if path.exists():
         return records.read(path)
-    record = run(_with_noise(job, calibrate(config)), on_progress)
+    record = run(_with_noise(job, calibrate(config) if method.rule else 0.0), on_progress)
     record.save(out)
     return record
+
+
+def _or_inf(loss: float | None) -> float:
+    return math.inf if loss is None else loss
 
 
 def _with_noise(job: Job, noise_multiplier: float) -> Job:
@@ -191,6 +197,11 @@ def _file(out: Path, job: Job) -> Path:
     return records.file(_folder(out, job.role), job.method, job.seed, key)
 
 
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle, and to report once
+
+
 @contextlib.contextmanager
 def _pool(workers: int) -> Iterator[Executor | None]:
     """Processes with one thread each; None, to stay in this one (also with one thread), for one worker."""
@@ -205,5 +216,5 @@ def _pool(workers: int) -> Iterator[Executor | None]:
         return
     # Spawned, not forked: a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
         yield pool

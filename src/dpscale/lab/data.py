@@ -42,14 +42,17 @@ class Data:
 def digits() -> Data:
     """scikit-learn's handwritten digits: 1797 images of 8×8, in that package, so nothing is downloaded.
 
-    The split is stratified and fixed: 1437 images to train on, 360 to test on.
+    The split is stratified and fixed: 1437 images to train on, 360 to test on. The preset's model and settings were
+    chosen on 360 images of a first split; those are training images here, so the test images have chosen nothing.
     """
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     images_NCHW = torch.from_numpy((images / 16.0).astype(np.float32)).reshape(-1, 1, 8, 8)
     targets = torch.from_numpy(labels.astype(np.int64))
-    train, test = _stratified(labels, 360 / len(labels), _SPLIT_SEED)
+    others, chosen_on = _stratified(labels, 360 / len(labels), _SPLIT_SEED)
+    rest, test = _stratified(labels[others], 360 / len(others), _SPLIT_SEED)
+    train, test = torch.cat([others[rest], chosen_on]).sort().values, others[test]
     return Data(
         name="digits",
         train_images=images_NCHW[train].contiguous(),

@@ -32,15 +32,17 @@ def run_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
     if quiet or not console.is_terminal:
         yield lambda _: None
         return
-    with _bar(console, "steps/s") as bar:
-        task = bar.add_task(title, total=None, state="", speed="")
-        start = time.perf_counter()
+    with _bar(console) as bar:
+        task = bar.add_task(title, total=None, state="calibrating", speed="")
+        before, start = 0, time.perf_counter()
 
         def show(now: Progress) -> None:
+            nonlocal before, start
+            speed = f"{(now.step - before) / (time.perf_counter() - start):.0f} steps/s"
             spent = now.epsilon()
             state = f"loss {now.loss:.3f}" + ("" if spent is None else f"  ε {spent:.2f}")
-            speed = f"{now.step / (time.perf_counter() - start):.0f}"
             bar.update(task, completed=now.step, total=now.steps, state=state, speed=speed)
+            before, start = now.step, time.perf_counter()
 
         yield show
 
@@ -55,7 +57,7 @@ def comparison_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Finished], 
     if not console.is_terminal:
         yield lambda now: console.print(_line(now), highlight=False, soft_wrap=True)
         return
-    with _bar(console, "runs/min") as bar:
+    with _bar(console) as bar:
         task = bar.add_task(title, total=None, state="calibrating", speed="")
         start, before = time.perf_counter(), -1
 
@@ -69,7 +71,7 @@ def comparison_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Finished], 
             state += "" if record.epsilon is None else f"  ε {record.epsilon:.2f}"
             if record.role == "search":
                 state = f"search of rates: {state}"
-            speed = f"{60 * (now.done - before) / (time.perf_counter() - start):.0f}"
+            speed = f"{60 * (now.done - before) / (time.perf_counter() - start):.0f} runs/min"
             bar.update(task, completed=now.done, total=now.total, state=state, speed=speed)
 
         yield show
@@ -85,13 +87,13 @@ def _line(now: Finished) -> str:
     ).replace("[", "\\[")
 
 
-def _bar(console: Console, unit: str) -> progress.Progress:
+def _bar(console: Console) -> progress.Progress:
     return progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(bar_width=24),
         progress.MofNCompleteColumn(),
         progress.TextColumn("{task.fields[state]}"),
-        progress.TextColumn("{task.fields[speed]} " + unit),
+        progress.TextColumn("{task.fields[speed]}"),
         progress.TimeRemainingColumn(),
         console=console,
         transient=True,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dpscale.lab.presets import METHODS
 from dpscale.lab.records import Record
@@ -26,7 +27,7 @@ SERIES = ("#6b7280", "#d55e00", "#b8860b", "#0072b2", "#009e73", "#8a5fbf", "#c2
 _DASHES = ("-", "-", "-", "-", "-", (0, (5, 2)), (0, (1.5, 1.5)))
 _STYLE: Any = {  # matplotlib types its keys one by one
     "svg.fonttype": "none",
-    "font.size": 10,
+    "font.size": 11.5,
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": GRID,
@@ -39,7 +40,7 @@ _STYLE: Any = {  # matplotlib types its keys one by one
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
-    "legend.fontsize": 9,
+    "legend.fontsize": 10.5,
     "lines.linewidth": 1.8,
     "figure.constrained_layout.use": True,
 }
@@ -59,10 +60,11 @@ def accuracy_curves(records: Sequence[Record]) -> Figure:
         x = np.array(epochs, dtype=float)
         colour, dashes = _look(method)
         axes.plot(x, mean, color=colour, linestyle=dashes, label=group[0].title, marker="." if len(x) == 1 else "")
-        axes.fill_between(x, mean - half, mean + half, color=colour, alpha=0.13, linewidth=0)
+        axes.fill_between(x, mean - half, mean + half, color=colour, alpha=0.1, linewidth=0)
         lowest_end = min(lowest_end, mean[-1])
     # The first epochs start near chance; what is to be compared happens at the end.
     axes.set_ylim(max(0.0, lowest_end - 25), 100)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(figure, axes)
     return figure
 
@@ -139,7 +141,7 @@ def png(figure: Figure, dpi: int = 150) -> bytes:
 
 def _axes(x: str, y: str) -> tuple[Figure, Axes]:
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(5.2, 4.0), layout="constrained")  # about a phone's width at the text size of a page
+        figure = Figure(figsize=(5.2, 4.2), layout="constrained")  # about a phone's width at the text size of a page
         axes = figure.subplots()
         axes.set_xlabel(x)
         axes.set_ylabel(y)
@@ -149,7 +151,7 @@ def _axes(x: str, y: str) -> tuple[Figure, Axes]:
 def _legend(figure: Figure, axes: Axes) -> None:
     with matplotlib.rc_context(_STYLE):
         if axes.get_legend_handles_labels()[0]:
-            figure.legend(loc="outside lower center", ncols=3, handlelength=2.2, columnspacing=1.2)
+            figure.legend(loc="outside lower center", ncols=3, handlelength=1.8, columnspacing=1.0, handletextpad=0.5)
 
 
 def _look(method: str) -> tuple[str, Any]:

@@ -33,6 +33,7 @@ class Config:
         held_out: fraction of the training data that the search measures on.
         rates: normalized rate per method, for runs without a search.
         last_epochs: gradient norms are recorded in so many epochs at the end.
+        note: what a reader of the report must be told about how these values were chosen.
     """
 
     preset: str
@@ -51,6 +52,7 @@ class Config:
     held_out: float
     rates: Mapping[str, float] = field(default_factory=dict)
     last_epochs: int = 10
+    note: str = ""
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "C", "r", "s"):
@@ -173,15 +175,20 @@ def digits() -> Config:
         epsilon=3.0,
         delta=1e-4,
         batch=256,
-        epochs=20,
+        epochs=15,
         momentum=0.9,
         C=0.3,
         r=1e-2,
         s=0.7,
         tune=True,
-        grid=(0.03125, 0.0625, 0.125, 0.25, 0.5),
+        grid=(0.03, 0.06, 0.12, 0.25, 0.5),
         held_out=0.2,
-        rates={"non-private": 0.25, "dp-sgd": 0.25, "auto-s": 0.25, "dp-psac": 0.25, "dp-psasc": 0.25},
+        rates={"non-private": 0.12, "dp-sgd": 0.12, "auto-s": 0.12, "dp-psac": 0.12, "dp-psasc": 0.12},
+        note=(
+            "The model, ε, the batch size, the number of epochs and the range of rates of this preset were settled "
+            "beforehand, mostly with DP-PSAC, by accuracy on 360 images that are training images here. The test images "
+            "chose nothing."
+        ),
     )
 
 

@@ -30,7 +30,7 @@ class Record:
         role: ``"final"``, measured on the test data; ``"search"``, measured on held-out training data.
         rate, learning_rate: the normalized rate (learning rate × bound), and what SGD got.
         curves: per epoch: ``epoch``, ``train_loss``, ``accuracy``, ``mean_weight``.
-        accuracy: at the end of the last epoch, which is fixed beforehand.
+        accuracy, loss: at the end of the last epoch, which is fixed beforehand; no loss if it is not finite.
         search: how the rate was found, and what that leaves out of epsilon; None if it was given.
     """
 
@@ -50,7 +50,7 @@ class Record:
     statement: str
     curves: Mapping[str, list[float | None]]
     accuracy: float
-    loss: float
+    loss: float | None
     seconds: float
     diagnostics: Mapping[str, Any] | None = None
     search: Mapping[str, Any] | None = None

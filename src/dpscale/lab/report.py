@@ -44,7 +44,7 @@ def page(chosen: Sequence[Record], rows: Sequence[Row], left_out: int = 0) -> st
             f'<p class="soft">{len(rows)} methods, {_seeds(rows)}, {escape(budget)}, '
             f"{config['epochs']} epochs, expected batch {config['batch']}.</p>",
             f'<p class="verdict">{escape(summary.verdict(rows))}</p>',
-            *_table(rows),
+            *_table(rows, config.get("note", "")),
             *_pictures(chosen),
             *_privacy(rows),
             *_search(chosen),
@@ -59,29 +59,34 @@ def _seeds(rows: Sequence[Row]) -> str:
     return f"{'–'.join(map(str, counts))} {'seed' if counts == [1] else 'seeds'} each"
 
 
-def _table(rows: Sequence[Row]) -> Iterable[str]:
+def _table(rows: Sequence[Row], note: str) -> Iterable[str]:
     yield "<h2>Accuracy</h2>"
     yield '<div class="scroll"><table><thead><tr><th scope="col">method</th><th scope="col">test accuracy</th>'
     yield '<th scope="col">ε spent</th><th scope="col" class="wide">σ</th>'
     yield '<th scope="col" class="wide">rate × bound</th>'
+    yield '<th scope="col" class="wide">against DP-PSASC,<br>seed by seed</th>'
     yield '<th scope="col">seconds<br>per run</th></tr></thead><tbody>'
     for row in rows:
         spent = "—" if row.epsilon is None else f"{row.epsilon:.2f}"
         sigma = "—" if row.noise_multiplier is None else f"{row.noise_multiplier:.3f}"
         yield f'<tr><th scope="row">{escape(row.title)}</th><td>{summary.percent(row.accuracy, row.half_width)}</td>'
         yield f'<td>{spent}</td><td class="wide">{sigma}</td><td class="wide">{row.rate:g}</td>'
+        yield f'<td class="wide">{summary.signed(row.difference, row.difference_half_width)}</td>'
         yield f"<td>{row.seconds:.1f}</td></tr>"
     yield "</tbody></table></div>"
     yield (
         '<p class="note">Mean over seeds and 95% interval (Student\'s t), measured once, after the last epoch. '
         "The interval covers initialisation, batches and noise; it does not cover the choice of test images. "
-        "Methods share their seeds, their momentum and the number of rates tried.</p>"
+        "Methods share their momentum and the number of rates tried. Runs of one seed share initialisation, batches "
+        "and noise, so a difference seed by seed has a narrower interval than either mean.</p>"
     )
+    if note:
+        yield f'<p class="note">{escape(note)}</p>'
     controls = [row for row in rows if row.about.startswith("Control")]
     if controls:
         told = " ".join(f"<b>{escape(row.title)}</b>: {escape(row.about)}" for row in controls)
         yield (
-            f'<p class="note">For SGD, s is a learning rate divided by s and a slightly larger stabiliser, nothing '
+            f'<p class="note">Under SGD, s divides the learning rate and makes the stabiliser a little larger, nothing '
             f"else. The controls tell the two apart. {told}</p>"
         )
 
@@ -93,7 +98,8 @@ def _pictures(chosen: Sequence[Record]) -> Iterable[str]:
         (
             "accuracy",
             figures.accuracy_curves(chosen),
-            "Test accuracy after every epoch; the band is the 95% interval over seeds. Nothing was chosen on it.",
+            "Test accuracy after every epoch; the band is the 95% interval over seeds. "
+            "No epoch or rate was chosen on it.",
         ),
         (
             "weights",
@@ -160,7 +166,7 @@ def _facts(chosen: Sequence[Record], left_out: int) -> Iterable[str]:
         **dict(first.versions),
         "commit": first.commit or "not from a checkout",
         "finished": max(record.created for record in chosen),
-        "settings": ", ".join(f"{k} = {v}" for k, v in first.config.items() if k not in ("rates", "preset")),
+        "settings": ", ".join(f"{k} = {v}" for k, v in first.config.items() if k not in ("rates", "preset", "note")),
     }
     if left_out:
         facts["left out"] = f"{left_out} records of other settings in the same folder"

@@ -1,6 +1,7 @@
-"""One run: a method, a seed, a record. Nothing is chosen on the test data: accuracy is that of the last epoch."""
+"""One run: a method, a seed, a record. A run chooses nothing on the test data: accuracy is that of the last epoch."""
 
 import datetime
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Reco
         statement=NOT_PRIVATE if plan is None else plan.statement(delta=config.delta) if final else "",
         curves=curves,
         accuracy=accuracy,
-        loss=loss,
+        loss=loss if math.isfinite(loss) else None,
         seconds=round(seconds, 3),
         diagnostics=norms.to_dict(),
         search=job.search,

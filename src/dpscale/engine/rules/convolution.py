@@ -1,10 +1,11 @@
 """`conv1d`, `conv2d`, `conv3d`: any stride, padding, dilation and number of groups.
 
-Unfolded into patches, a convolution is a linear layer over positions: sample i's gradient of W is Σ_l g_l patch_lᵀ, so its
-squared norm is that of `Outer`, group by group. The weighted sum needs no patches: it is the ordinary weight gradient
-of the convolution for the output gradient w·g.
+Unfolded into patches, a convolution is a linear layer over positions: sample i's gradient of W is Σ_l g_l patch_lᵀ,
+so its squared norm is that of `Outer`, group by group. The weighted sum needs no patches: it is the ordinary weight
+gradient of the convolution for the output gradient w·g.
 
-Shape suffixes: B samples, K images of one sample, L output positions, C input channels, O output channels, P = C/groups · ∏kernel.
+Shape suffixes: B samples, K images of one sample, L output positions, C input channels, O output channels, P =
+C/groups · ∏kernel.
 """
 
 import math
@@ -40,7 +41,7 @@ class Patches(Form):
         return positions * self.x.shape[2] * math.prod(self.weight_shape[2:])
 
     def settle(self) -> Form:
-        """The gradients themselves where positions are many and the weight small; then no second pass over the input."""
+        """The gradients themselves where positions are many and the weight small: no second pass over the input."""
         positions = self.x.shape[1] * math.prod(self.g.shape[3:])
         inputs, outputs = math.prod(self.weight_shape[1:]), self.weight_shape[0] // self.groups
         numbers = len(self.x) * max(self._patch_numbers, math.prod(self.weight_shape))
@@ -107,7 +108,7 @@ class Patches(Form):
         return replace(self, x=self.x[start:stop], g=self.g[start:stop])
 
     def _outer(self) -> Outer:
-        """The same gradients as outer products, groups standing beside the samples: (B·groups, K·L, P) and O/groups."""
+        """The same gradients as outer products, groups beside the samples: (B·groups, K·L, P) and O/groups."""
         samples, images = self.x.shape[:2]
         space = len(self.stride)
         x = wide(self.x).flatten(0, 1)
@@ -157,7 +158,7 @@ def _per_dim(value: Any, dims: int) -> tuple[int, ...]:
 
 
 def _padded(x: Tensor, padding: Any, dilation: Sequence[int], kernel: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
-    """Resolve 'same' and 'valid'. An even reach makes 'same' uneven: then the input itself is padded by the odd cell."""
+    """Resolve 'same' and 'valid'. An even reach makes 'same' uneven: then the input is padded by the odd cell."""
     if not isinstance(padding, str):
         return x, _per_dim(padding, len(kernel))
     if padding == "valid":

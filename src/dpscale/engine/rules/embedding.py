@@ -63,7 +63,7 @@ class Embedding(Rule):
     trainable = ("weight",)
 
     def accepts(self, call: Call) -> bool:
-        """The batch must be in the indices' own dimensions. Scaling by frequency counts over the whole batch: refused."""
+        """The batch must be in the indices' own dimensions. Scaling by frequency counts over the batch: refused."""
         if call.get("scale_grad_by_freq", False):
             raise ValueError(
                 "embedding with scale_grad_by_freq=True divides one sample's gradient by how often its tokens occur "

@@ -40,7 +40,7 @@ class Form(ABC):
         """The same form with ``change`` applied to its batched operands."""
 
     def settle(self) -> "Form":
-        """The form that makes norm and weighted sum cheapest together: itself, or the gradients where they are small."""
+        """The form with the cheapest norm and weighted sum together: itself, or the gradients where they are small."""
         return self
 
     def join(self, other: "Form") -> "Form | None":
