@@ -2,22 +2,24 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+ARGS   ?=
 
 .PHONY: demo test lint bench clean
 
 demo: $(VENV)/.lab            ## compare the methods on handwritten digits; writes runs/digits/report.html
 	$(BIN)/dpscale compare digits --out runs/digits
 
-test: $(VENV)/.test           ## the whole suite
-	$(BIN)/python -m pytest -n 2
+test: $(VENV)/.test           ## the whole suite, or a part: make test ARGS='tests/engine'
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.test           ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.bench         ## step time and memory beside plain PyTorch and Opacus
+bench: $(VENV)/.bench         ## step time beside plain PyTorch and Opacus, and what both do with awkward models
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/peers.py
 
 # One stamp per extra: torch first and pinned, so that nothing else can pull another build of it.
 $(VENV)/.%: pyproject.toml constraints.txt
