@@ -287,7 +287,7 @@ def test_embedding_scaled_by_frequency():
 def test_a_parameter_used_outside_the_models_forward():
     run = private()
     with pytest.raises(
-        dpscale.UnsupportedModel, match=r"'0.weight' also reaches the losses outside the model's own forward"
+        dpscale.UnsupportedModel, match=r"'0.weight' also reaches the losses where its operations cannot be seen"
     ):
         for x, y in run.batches(data()):
             run.backward(loss_fn(run.model, (x, y)) + run.model[0].weight.square().sum())
@@ -340,3 +340,43 @@ def test_a_buffer_that_remembers_the_samples():
     ):
         dpscale.scaled_sum(model, loss_fn, batch(), RULE)
     assert not model.mean.any()
+
+
+def test_a_parameter_that_is_seen_once_and_hidden_once():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 3, bias=False)
+
+        def forward(self, x):
+            return self.a(x) + _Hidden.apply(x, self.a.weight)
+
+    with pytest.raises(
+        dpscale.UnsupportedModel, match=r"'a.weight' also reaches the losses where its operations cannot be"
+    ):
+        dpscale.scaled_sum(Half(), lambda m, b: m(b[0]).sum(1), (torch.randn(4, 4),), RULE)
+
+
+def test_lbfgs():
+    model = mlp()
+    with pytest.raises(ValueError, match=r"'optimizer' parameter of privatize must be one that steps once.*LBFGS"):
+        private(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize("points", [[], [(float("nan"), {})]])
+def test_points_without_sense(points):
+    with pytest.raises(ValueError, match=r"'points' parameter of scaled_sum must be"):
+        dpscale.scaled_sum(mlp(), loss_fn, batch(), RULE, points=points)
+
+
+def test_coupling_that_begins_with_larger_batches():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.a(x - x.mean(0)) if len(x) > 3 else self.a(x - x)
+
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
+        dpscale.scaled_sum(Sometimes(), lambda m, b: m(b[0]).sum(1), (torch.randn(8, 4),), RULE)

@@ -136,6 +136,7 @@ def test_signal_per_unit_noise_is_never_above_psacs(s, r, x):
             lambda: dpscale.PSASC(s=2.0, r=0.5),
             r"'r' parameter of PSASC must be such that s\*r < 1 .*Got 0.5 instead. Take a smaller r",
         ),
+        (lambda: dpscale.AutoS(r=1e-40), r"'r' parameter of AutoS must be at least 1e-12. Got 1e-40"),
         (lambda: dpscale.PSAC(s=0.5), r"'s' parameter of PSAC must be 1. Got 0.5 instead. Use PSASC"),
     ],
 )

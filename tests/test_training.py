@@ -188,3 +188,31 @@ def test_plan_and_model_are_left_alone():
     assert [n for n, _ in model.named_parameters()] == names
     assert set(model.state_dict()) == set(mlp().state_dict())
     assert run.plan == plan()
+
+
+def test_no_batch_is_drawn_twice():
+    """A skipped batch is gone; a second loop ends the first: no draw serves two steps."""
+    run, seen = private(), []
+
+    def used(batch):
+        seen.append(tuple(batch[0][:, 0].tolist()))
+        run.step(batch, loss_fn)
+
+    first = run.batches(data())
+    used(next(first))
+    next(first)  # taken and not used
+    used(next(first))
+    second = run.batches(data())
+    used(next(second))
+    with pytest.raises(RuntimeError, match=r"Another loop over private.batches\(\) has begun"):
+        next(first)
+    for batch in second:
+        used(batch)
+    assert len(set(seen)) == len(seen) == run.steps_taken == 5
+
+
+def test_reports_hold_no_graph():
+    run = private()
+    for batch in run.batches(data()):
+        report = run.step(batch, loss_fn)
+        assert not any(t.requires_grad for t in vars(report).values())

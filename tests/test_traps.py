@@ -232,3 +232,39 @@ def test_trap_24_schedulers_and_hooks_work():
     assert len(hooked) == 5
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-5)
     assert all(b < 0.5 * a for a, b in itertools.pairwise(moves))
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 0, 0, 1, 2], [2, 2, 2, 2, 2, 2], [0, 1, 2, 0, 1, 2]])
+def test_trap_09_coupling_through_labels_alone_is_found(labels):
+    """Weights by class frequency: only integers couple the samples, and the first ones may all be alike."""
+    y = torch.tensor(labels)
+
+    def balanced(m, b):
+        counts = torch.bincount(b[1], minlength=3)
+        return loss_fn(m, b) / counts[b[1]]
+
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
+        dpscale.scaled_sum(mlp(), balanced, (torch.randn(6, 4), y), dpscale.Clip(C=1.0))
+
+
+def test_trap_09_coupling_through_labels_is_looked_for_again():
+    """A batch of class 0 alone cannot show it; the next batch can, and must."""
+
+    def balanced(m, b):
+        return loss_fn(m, b) / torch.bincount(b[1], minlength=3)[b[1]]
+
+    model, x = mlp(), torch.randn(6, 4)
+    dpscale.scaled_sum(model, balanced, (x, torch.zeros(6, dtype=torch.long)), dpscale.Clip(C=1.0))
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
+        dpscale.scaled_sum(model, balanced, (x, torch.tensor([0, 1, 2, 0, 1, 1])), dpscale.Clip(C=1.0))
+
+
+def test_trap_09_a_loss_that_couples_only_later_is_refused():
+    run = private()
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled in the loss"):
+        for batch in run.batches(data()):
+            losses = loss_fn(run.model, batch)
+            run.backward(losses if run.steps_taken < 2 else losses - losses.mean())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    assert run.steps_taken == 2

@@ -75,8 +75,9 @@ def add_noise(sums: Mapping[str, Tensor], std: float, key: Key, step: int) -> di
 
 
 def _on_device(key: Key, label: str, device: torch.device) -> torch.Generator:
-    """The device's counter-based generator, keyed by 64 bits and started at one of 2⁶⁰ places of its counter."""
+    """The device's generator, keyed by 64 bits and, on CUDA, started at one of 2⁶⁰ places of its counter."""
     bits = key.derive(f"{label}/{device}")
     generator = torch.Generator(device).manual_seed(bits & (2**64 - 1))
-    generator.set_offset((bits >> 64 & (2**60 - 1)) * 4)
+    if device.type == "cuda":  # a counter-based generator, which can start anywhere
+        generator.set_offset((bits >> 64 & (2**60 - 1)) * 4)
     return generator

@@ -1,6 +1,6 @@
 """Plan: scaling × sampling × steps × noise, the one place from which σ, the bound and ε are read.
 
-The training step takes the bound and the noise from the plan, the ledger takes the events from it, and the privacy
+The training step takes the bound and the noise from the plan, the accountant takes the events from it, and the privacy
 statement is written by it. None of them keeps a number of its own, so none can disagree.
 """
 

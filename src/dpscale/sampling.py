@@ -311,7 +311,8 @@ def _fraction(owner: str, epochs: float) -> Fraction:
 
 
 def _generator(key: tuple[int, ...], index: int) -> np.random.Generator:
-    return np.random.default_rng([*key, index])
+    # All 256 bits of the key reach the state: numpy's defaults would keep 128 of them.
+    return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([*key, index], pool_size=8)))
 
 
 def _subset(rng: np.random.Generator, size: int, count: int) -> Indices:

@@ -112,7 +112,7 @@ class AutoS(Scaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("AutoS", "r", self.r)
+        _require_stabiliser("AutoS", self.r)
 
     def _weight(self, x: Tensor) -> Tensor:
         return self.C / (x + self.r)
@@ -155,7 +155,7 @@ class PSASC(Scaling):
         super().__post_init__()
         owner = type(self).__name__
         require_positive(owner, "s", self.s)
-        require_positive(owner, "r", self.r)
+        _require_stabiliser(owner, self.r)
         require(
             self.s * self.r < 1,
             owner,
@@ -211,6 +211,18 @@ class PSAC(PSASC):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.s == 1, "PSAC", "s", "1", self.s, "Use PSASC for another s.")
+
+
+def _require_stabiliser(owner: str, r: float) -> None:
+    require_positive(owner, "r", r)
+    require(
+        r >= 1e-12,
+        owner,
+        "r",
+        "at least 1e-12",
+        r,
+        "Below, float32 cannot tell it from 0; the paper uses 1e-4 to 1e-2.",
+    )
 
 
 RULES: dict[str, type[Scaling]] = {"clip": Clip, "auto-s": AutoS, "psac": PSAC, "psasc": PSASC}

@@ -58,6 +58,8 @@ class Private:
         assert plan.steps is not None
         self.steps = plan.steps
         self.steps_taken = 0
+        self._draws = 0  # batches handed out, used or not: none is drawn twice
+        self._loops = 0
         self._key = Key(seed)
         self._micro_batch = micro_batch
         self._drawn: Tensor | None = None  # mask of the batch that was drawn and not yet used
@@ -94,9 +96,11 @@ class Private:
 
     def _batches(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> Iterator[Any]:
         masks: deque[Tensor] = deque()
+        self._loops += 1
+        this = self._loops
 
         def draws() -> Iterator[list[int]]:
-            drawn = self.plan.sampling.draws(self._key.generator("sampling"), start=self.steps_taken)
+            drawn = self.plan.sampling.draws(self._key.generator("sampling"), start=self._draws)
             for indices in islice(drawn, self.steps - self.steps_taken):
                 draw = pad(indices, self._micro_batch)
                 masks.append(torch.from_numpy(draw.mask))
@@ -109,12 +113,16 @@ class Private:
         )
         try:
             for batch in fetched:
+                if this != self._loops:
+                    raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
+                self._draws += 1
                 self._drawn = masks.popleft()
                 self._recorder.start(len(self._drawn))
                 yield batch
         finally:
-            self._drawn = None
-            self._recorder.stop()
+            if this == self._loops:
+                self._drawn = None
+                self._recorder.stop()
 
     def step(self, batch: Any, loss_fn: LossFn) -> StepReport:
         """One private step (Algorithm 1) on a batch from `batches`.
@@ -235,6 +243,8 @@ def privatize(
     names = {id(p): n for n, p in trainable(model).items()}
     steered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strangers = len(steered - {id(p) for p in model.parameters()})
+    require(not isinstance(optimizer, torch.optim.LBFGS), "privatize", "optimizer", "one that steps once per gradient",
+            "LBFGS", "It evaluates the loss several times a step, which would be several releases.")  # fmt: skip
     require(not strangers, "privatize", "optimizer", "over parameters of the model alone", f"{strangers} other tensors",
             "They would be trained without privacy, or not at all. Put them into the model.")  # fmt: skip
     idle = [n for i, n in names.items() if i not in steered]

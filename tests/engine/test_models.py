@@ -266,3 +266,41 @@ def test_dropout_is_drawn_once():
     torch.testing.assert_close(out.losses, losses.detach())
     for n, g in zip(out.grads, torch.autograd.grad(losses.sum(), list(model.parameters())), strict=True):
         torch.testing.assert_close(out.grads[n], g)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e6])
+@pytest.mark.parametrize("how", ["gram", "embedding", "convolution"])
+def test_terms_that_cancel_cannot_hide_from_the_norm(how, size):
+    """Two positions whose large gradients cancel: a norm that misses what is left would let it out unscaled."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        a, rest = size * torch.randn(1, 1, 50), torch.randn(1, 1, 50)
+        if how == "gram":
+            model, x, sign = nn.Linear(50, 50), torch.cat([a, rest - a], 1), torch.ones(())
+        elif how == "convolution":
+            model, x, sign = nn.Conv1d(50, 50, 1), torch.cat([a, rest - a], 1).mT.contiguous(), torch.ones(())
+        else:  # the same row of the table, twice with opposite gradients
+            model, x = nn.Embedding(3, 50), torch.zeros(1, 3, dtype=torch.long)
+            sign = torch.cat([a, rest - a, rest], 1)
+
+        def loss(m, b, sign=sign):
+            return (m(b[0]) * sign).sum((1, 2))
+
+        for rule in SCALINGS:
+            out = dpscale.scaled_sum(model, loss, (x,), rule)
+            released = torch.cat([g.double().flatten() for g in out.grads.values()]).norm().item()
+            assert released <= rule.bound * (1 + 1e-3)
+
+
+def test_layout_found_on_one_position_is_not_taken_for_more():
+    """At T = 1 batch-first and time-first look alike; at T = 7 they are not."""
+    model = Flattened(time_first=True).double()
+    for length in (1, 7, 1, 3):
+        check_equal(model, (randn(5, length, 4),), SCALINGS[0])
+
+
+def test_nothing_returned_holds_a_graph():
+    model, batch = build("flattened")
+    out = dpscale.scaled_sum(model, loss_fn, batch, SCALINGS[0])
+    for t in (out.norms, out.weights, out.losses, out.ignored, *out.grads.values()):
+        assert not t.requires_grad and t.grad_fn is None

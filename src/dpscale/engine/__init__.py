@@ -1,5 +1,6 @@
 """Per-sample gradient norms and their weighted sum, in one forward and one backward."""
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_structure
 
-from dpscale.checks import require
+from dpscale.checks import is_number, require
 from dpscale.engine.capture import Blueprint, BlueprintMismatch, Capture
 from dpscale.engine.combine import Weighted, combine, edges, gradients
+from dpscale.engine.errors import UnsupportedModel as UnsupportedModel
 from dpscale.engine.inspection import inspect
-from dpscale.engine.taint import UnsupportedModel as UnsupportedModel
+from dpscale.engine.taint import inconclusive
 from dpscale.engine.taint import require_finite as require_finite
 from dpscale.scaling import Scaling
 
@@ -33,7 +35,8 @@ class ScaledSum(Weighted):
     """What `scaled_sum` returns: the sum, and per sample the norm, the weight and the loss.
 
     Attributes:
-        losses: per sample, (B,). Like ``norms`` and ``weights`` they are exact, without noise: not for release.
+        losses: per sample, (B,); with several points, at the last.
+            Like ``norms`` and ``weights`` they are exact, without noise: not for release.
     """
 
     losses: Tensor
@@ -92,7 +95,8 @@ def scaled_sum(
             break
         except BlueprintMismatch:
             continue
-    return ScaledSum(losses=losses, **vars(combine(gradients(captures, grads), rule, mask, parameters)))
+    with torch.no_grad():
+        return ScaledSum(losses=losses, **vars(combine(gradients(captures, grads), rule, mask, parameters)))
 
 
 def blueprints(
@@ -100,7 +104,7 @@ def blueprints(
 ) -> Iterator[Blueprint]:
     """What is known of the model; then, if that did not fit, what a new inspection finds; then an error."""
     known = _inspected.setdefault(model, {})
-    if signature in known:
+    if signature in known and not (known[signature].provisional and not inconclusive(batch)):
         yield known[signature]
     known.pop(signature, None)
     while len(known) >= _REMEMBERED:
@@ -115,24 +119,42 @@ def _evaluate(
     points: Points | None,
 ) -> tuple[list[Capture], list[Sequence[Tensor | None]], Tensor]:  # fmt: skip
     """A forward and a backward at each point; the coefficient and the mask ride in on the seed of the backward."""
-    captures, grads, losses = [], [], None
+    captures: list[Capture] = []
+    grads: list[Sequence[Tensor | None]] = []
+    losses = None
     each: Sequence[tuple[float, Mapping[str, Tensor] | None]] = points or [(1.0, None)]
     for coefficient, values in each:
         with torch.enable_grad(), Capture(parameters, values, blueprint, len(mask)) as capture:
             now = run(batch)
         capture.finish()
         captures.append(capture)
-        grads.append(backward(capture, now, coefficient * mask.to(now.dtype)))
+        grads += backward([capture], parameters, now, coefficient * mask.to(now.dtype))
         losses = now.detach()
     assert losses is not None
     return captures, grads, losses
 
 
-def backward(capture: Capture, losses: Tensor, seed_B: Tensor) -> Sequence[Tensor | None]:
-    """The gradient at every taped operation's output; no parameter gradients are computed."""
+def backward(
+    captures: Sequence[Capture], parameters: Mapping[str, Tensor], losses: Tensor, seed_B: Tensor
+) -> list[Sequence[Tensor | None]]:
+    """The gradient at every taped operation's output, by capture; no parameter gradients are computed.
+
+    Captured operations see stand-ins, so whatever reaches a parameter itself went by unseen, and is refused.
+    """
     if not losses.requires_grad:
-        return [None for _ in edges(capture)]
-    return torch.autograd.grad([losses], edges(capture), [seed_B], allow_unused=True)
+        return [[None for _ in edges(capture)] for capture in captures]
+    wanted = [e for capture in captures for e in edges(capture)]
+    both: Any = [*wanted, *parameters.values()]  # edges and tensors together: torch takes them, its types do not
+    arrived = torch.autograd.grad([losses], both, [seed_B], allow_unused=True)
+    unseen = [n for n, g in zip(parameters, arrived[len(wanted) :], strict=True) if g is not None]
+    if unseen:
+        raise UnsupportedModel(
+            f"Parameter {unseen[0]!r} also reaches the losses where its operations cannot be seen (outside the model's "
+            "own forward, or in a compiled part or custom autograd function), so its per-sample gradients are unknown. "
+            "Write that part with plain operations inside the model's forward."
+        )
+    rest = iter(arrived)
+    return [[next(rest) for _ in edges(capture)] for capture in captures]
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
@@ -189,13 +211,16 @@ def check_mask(owner: str, mask: Tensor | None, samples: int, device: torch.devi
 
 def check_points(points: Points | None, parameters: Mapping[str, Tensor]) -> Points | None:
     """Every point must give every trainable parameter a tensor of its shape."""
-    for _, values in points or ():
+    require(points is None or len(points) > 0, "scaled_sum", "points", "None, or at least one point", points)
+    for coefficient, values in points or ():
+        ok = is_number(coefficient) and math.isfinite(coefficient)
+        require(ok, "scaled_sum", "points", "with finite coefficients", coefficient)
         wrong = [n for n, p in parameters.items() if n not in values or values[n].shape != p.shape]
         require(
             not wrong, "scaled_sum", "points", "weights with the names and shapes of the trainable parameters",
             f"a point without a fitting {wrong[:3]}", "Take them from dict(model.named_parameters()).",
         )  # fmt: skip
-    return points or None
+    return points
 
 
 def _identity(loss_fn: LossFn) -> Any:

@@ -20,9 +20,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Rule
-from dpscale.engine.taint import UnsupportedModel, Watch
+from dpscale.engine.taint import Watch
 
 Kind = Literal["rows", "expanded", "shared", "plain"]
 
@@ -60,8 +61,15 @@ class Met:
     versions: list[tuple[Tensor, int]]
 
 
-class Blueprint(tuple[Site, ...]):
-    """The sites of a model in the order in which its forward meets them."""
+@dataclass(frozen=True)
+class Blueprint:
+    """The sites of a model in the order in which its forward meets them.
+
+    ``provisional``: the batch that was inspected could not show everything; inspect again on one that can.
+    """
+
+    sites: tuple[Site, ...]
+    provisional: bool
 
 
 class BlueprintMismatch(UnsupportedModel):
@@ -141,7 +149,7 @@ class Capture(Meeting):
         self.met: list[Met] = []
         self.samples = samples
         self._anchor = torch.zeros((), requires_grad=True)
-        self._blueprint = blueprint
+        self._sites = blueprint.sites
         self._position = 0
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,14 +191,14 @@ class Capture(Meeting):
 
     def finish(self) -> None:
         """Say so if the forward met fewer operations than the blueprint has."""
-        if self._position != len(self._blueprint):
+        if self._position != len(self._sites):
             raise BlueprintMismatch
 
     def _next(self, func: Callable[..., Any]) -> Site:
-        if self._position >= len(self._blueprint) or self._blueprint[self._position].function != func:
+        if self._position >= len(self._sites) or self._sites[self._position].function != func:
             raise BlueprintMismatch
         self._position += 1
-        return self._blueprint[self._position - 1]
+        return self._sites[self._position - 1]
 
     def _derive(self, out: Any, met: bool = True) -> str:
         """Remember a function of parameters; with ``met``, later operations on it are met as on a parameter."""

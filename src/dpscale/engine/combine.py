@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from dpscale.engine.capture import Capture, Met, out_of_place
+from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Call, Form
 from dpscale.engine.rules.forms import Change, Dense, Drop, Widen, total, wide
 from dpscale.engine.rules.generic import by_name, generic_forms, replay
-from dpscale.engine.taint import UnsupportedModel
 from dpscale.scaling import Scaling
 
 Forms = dict[str, Form]

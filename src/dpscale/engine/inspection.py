@@ -17,14 +17,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from dpscale.engine.capture import Blueprint, Meeting, Site, out_of_place
+from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout, candidates, fit
 from dpscale.engine.rules import RULE_OF, Call
 from dpscale.engine.rules.generic import by_name, replay
 from dpscale.engine.taint import (
     FEWER,
     SAMPLES,
-    UnsupportedModel,
     differs,
+    inconclusive,
     require_finite,
     some,
     taints,
@@ -152,11 +153,11 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
     touched = _Touched(base)
     try:
         touched.by_losses()
-        for i, data in taints(probe):
+        for i, data in taints(probe, batch):
             touched.by_sample(i, record(data))
-        return Blueprint(
-            _site(*args) for args in zip(base.seen, few.seen, touched.inputs, touched.outputs, strict=True)
-        )
+        _check_whole(model, run, batch)
+        sites = [_site(*args) for args in zip(base.seen, few.seen, touched.inputs, touched.outputs, strict=True)]
+        return Blueprint(tuple(sites), inconclusive(batch))
     except _Coupled:
         culprit = where_samples_meet(model, run, batch)
         raise UnsupportedModel(
@@ -221,6 +222,19 @@ class _Touched:
                     "would carry them out of training without noise. Replace the layer (BatchNorm by GroupNorm), or "
                     "stop the update."
                 )
+
+
+def _check_whole(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> None:
+    """What three samples do not show, a coupling that begins with larger batches: the whole batch, one tainted."""
+
+    def losses(data: Any) -> list[Tensor]:
+        with undisturbed(model), torch.no_grad():
+            return [t for t in tree_leaves(run(data)) if isinstance(t, Tensor)]
+
+    tainted = next(data for _, data in taints(batch, batch))
+    for a, b in zip(losses(batch), losses(tainted), strict=True):
+        if bool(differs(a[1:], b[1:]).any()):
+            raise _Coupled
 
 
 def _site(seen: _Seen, small: _Seen, inputs: dict[int, Masks], outputs: list[Masks]) -> Site:

@@ -30,6 +30,8 @@ class Layout:
         if samples == 0 or rows % samples:
             return None
         each = rows // samples
+        if self.outer == self.inner == 1:  # one row per sample says nothing of where more of them would stand
+            return (1, 1) if each == 1 else None
         if self.outer == 1:
             return 1, each
         if self.inner == 1:

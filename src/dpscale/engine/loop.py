@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dpscale.engine import ScaledSum, blueprints, check_losses, signature, trainable
+from dpscale.engine import ScaledSum, backward, blueprints, check_losses, signature, trainable
 from dpscale.engine.capture import Capture
-from dpscale.engine.combine import combine, edges, gradients
-from dpscale.engine.taint import UnsupportedModel, Watch
+from dpscale.engine.combine import combine, gradients
+from dpscale.engine.errors import UnsupportedModel
+from dpscale.engine.taint import Watch
 from dpscale.scaling import Scaling
 
 
@@ -27,7 +28,7 @@ class Recorder:
         self._captures: list[Capture] = []
         self._outputs: list[GradientEdge] = []
         self._running: Capture | None = None
-        self._apart = False  # whether the losses were seen to treat samples apart
+        self._checked = 0  # samples whose losses were seen to depend on no other sample
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
 
@@ -43,30 +44,20 @@ class Recorder:
         """As `dpscale.engine.scaled_sum`, from losses whose forward was captured."""
         check_losses(losses, len(mask))
         parameters = trainable(self._model)
-        wanted = [e for capture in self._captures for e in edges(capture)]
-        if not wanted or not losses.requires_grad:
+        if not self._captures or not losses.requires_grad:
             raise _astray()
-        if not self._apart:
-            self._check_apart(losses)
-        both: Any = [*wanted, *parameters.values()]  # edges and tensors together: torch takes them, its types do not
-        arrived = torch.autograd.grad([losses], both, [mask.to(losses.dtype)], allow_unused=True)
-        outside = [n for n, g in zip(parameters, arrived[len(wanted) :], strict=True) if g is not None]
-        if outside:
-            raise UnsupportedModel(
-                f"Parameter {outside[0]!r} also reaches the losses outside the model's own forward, where per-sample "
-                "gradients are unknown. Move that part into the model's forward, or use private.step(batch, "
-                "loss_fn)."
-            )
-        if all(g is None for g in arrived):
+        self._check_apart(losses)
+        grads = backward(self._captures, parameters, losses, mask.to(losses.dtype))
+        if all(g is None for each in grads for g in each):
             raise _astray()
-        rest = iter(arrived)
-        grads = [[next(rest) for _ in edges(capture)] for capture in self._captures]
-        forms = gradients(self._captures, grads)
-        return ScaledSum(losses=losses.detach(), **vars(combine(forms, rule, mask, parameters)))
+        with torch.no_grad():
+            forms = gradients(self._captures, grads)
+            return ScaledSum(losses=losses.detach(), **vars(combine(forms, rule, mask, parameters)))
 
     def _check_apart(self, losses: Tensor) -> None:
-        """Each loss must depend on its own row of the model's outputs alone."""
-        for i in range(min(3, len(losses))):
+        """Each loss must depend on its own row of the model's outputs alone: three samples first, then one a step."""
+        several = [self._checked % len(losses)] if self._checked else range(min(3, len(losses)))
+        for i in several:
             seed = torch.zeros_like(losses)
             seed[i] = torch.nan
             grads = torch.autograd.grad([losses], self._outputs, [seed], retain_graph=True, allow_unused=True)
@@ -76,7 +67,7 @@ class Recorder:
                         f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's "
                         "output. Compute each loss from its own sample (reduction='none')."
                     )
-        self._apart = True
+        self._checked += len(several)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         samples = self._samples

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import candidates, fit
 
 SAMPLES, FEWER = 3, 2
@@ -24,10 +25,6 @@ class Watch:
     """How many captures and probes watch the forwards that run now; a recorder then keeps out of the way."""
 
     count = 0
-
-
-class UnsupportedModel(ValueError):
-    """The model, or its loss, does something that the engine cannot do right; nothing was computed or released."""
 
 
 def some(batch: Any, count: int) -> Any:
@@ -45,11 +42,20 @@ def some(batch: Any, count: int) -> Any:
     return tree_map(rows, batch)
 
 
-def taints(batch: Any) -> Iterator[tuple[int, Any]]:
-    """Every tainted version of a probe, with the number of the sample that was tainted."""
+def taints(probe: Any, batch: Any) -> Iterator[tuple[int, Any]]:
+    """Every tainted version of a probe of ``batch``, with the number of the sample that was tainted."""
     for i in range(SAMPLES):
-        yield i, tree_map(lambda t, i=i: _with_nan(t, i), batch)
-        yield i, tree_map(lambda t, i=i: _exchanged(t, i), batch)
+        yield i, tree_map(lambda t, i=i: _with_nan(t, i), probe)
+        yield i, tree_map(lambda t, whole, i=i: _exchanged(t, whole, i), probe, batch)
+
+
+def inconclusive(batch: Any) -> bool:
+    """Whether some integers of the batch are all 0, so that no other value is known to be allowed in their place."""
+    return any(isinstance(t, Tensor) and _integer(t) and t.numel() > 0 and not t.any() for t in tree_leaves(batch))
+
+
+def _integer(t: Tensor) -> bool:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 
 def _with_nan(t: Any, i: int) -> Any:
@@ -60,13 +66,21 @@ def _with_nan(t: Any, i: int) -> Any:
     return t
 
 
-def _exchanged(t: Any, i: int) -> Any:
-    """Sample i replaced by its neighbour or, where the two are equal, by its own values in reverse order."""
+def _exchanged(t: Any, whole: Any, i: int) -> Any:
+    """Sample i replaced by one that differs from it; where there is none, integers lose one and truths are reversed."""
     if not isinstance(t, Tensor):
         return t
-    t = t.clone()
-    other = t[(i + 1) % SAMPLES].clone()
-    t[i] = t[i].flatten().flip(0).view(t[i].shape) if torch.equal(other, t[i]) else other
+    t, own = t.clone(), t[i].clone()
+    different = (
+        differs(own.expand_as(whole), whole).flatten(1).any(1) if t.ndim > 1 else differs(own.expand_as(whole), whole)
+    )
+    if bool(different.any()):
+        other = whole[int(different.int().argmax())]
+        t[i] = other.nan_to_num(0.0, 0.0, 0.0).clamp(-1e6, 1e6) if t.is_floating_point() else other
+    elif t.dtype == torch.bool:
+        t[i] = ~own
+    elif _integer(t):
+        t[i] = own - (own > 0).to(own.dtype)
     return t
 
 
@@ -129,7 +143,7 @@ def where_samples_meet(model: nn.Module, run: Callable[[Any], Any], batch: Any) 
 
     probe = some(batch, SAMPLES)
     few, base = traced(some(batch, FEWER)), traced(probe)
-    runs = [(i, traced(data)) for i, data in taints(probe)]
+    runs = [(i, traced(data)) for i, data in taints(probe, batch)]
     for k, (name, outputs) in enumerate(base):
         for j, t in enumerate(outputs):
             touched = [torch.zeros_like(t, dtype=torch.bool) for _ in range(SAMPLES)]

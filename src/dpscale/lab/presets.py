@@ -3,7 +3,7 @@
 For every optimizer that is linear in the gradient, PSASC at (C, s, r) and learning rate η takes the same steps as
 a rule of bound 1 at learning rate ηC/s. So rates here are *normalized*, learning rate × bound, and every method is
 searched over one and the same grid of them. Two controls split what s does into its two parts, at PSASC's own
-learning rate η: PSAC at η/s changes the rate alone, PSAC with r/s changes the stabiliser alone.
+learning rate η: PSAC at η/s changes the rate alone, PSAC with r/s (nearly) the stabiliser alone.
 """
 
 import dataclasses

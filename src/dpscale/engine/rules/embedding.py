@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Form, wide
+from dpscale.engine.rules.forms import Change, Form, slack, wide
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,11 @@ class Rows(Form):
     def norm2(self) -> Tensor:
         """Sum the positions that share a row, then square."""
         g = wide(self.g_BTD)
-        samples, t, _ = g.shape
         # Slot of position t: the first position of the same sample with the same index. No table-sized buffer.
         same = self.index_BT.unsqueeze(2) == self.index_BT.unsqueeze(1)
         first = same.to(torch.uint8).argmax(2)
         summed = torch.zeros_like(g).scatter_add_(1, first.unsqueeze(2).expand_as(g), g)
-        return summed.square().sum((1, 2)) if t else g.new_zeros(samples)
+        return summed.square().sum((1, 2)) + slack(torch.linalg.vector_norm(g, dim=2))
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One scatter-add over samples and positions together."""
@@ -65,7 +65,7 @@ class Embedding(Rule):
     def accepts(self, call: Call) -> bool:
         """The batch must be in the indices' own dimensions. Scaling by frequency counts over the batch: refused."""
         if call.get("scale_grad_by_freq", False):
-            raise ValueError(
+            raise UnsupportedModel(
                 "embedding with scale_grad_by_freq=True divides one sample's gradient by how often its tokens occur "
                 "in the whole batch, so samples are coupled. Build the Embedding without scale_grad_by_freq."
             )

@@ -129,6 +129,16 @@ class Stack(Form):
         return Stack(tuple(form.map(change) for form in self.slices), self.dim)
 
 
+def slack(sizes_BT: Tensor) -> Tensor:
+    """What rounding can hide of a squared norm, from the norms of the terms that were added up: (B,).
+
+    Terms may cancel: then the true sum is small, what is left of it is rounding, and a norm computed by another route
+    than the sum (the Gram identity, another order) may miss it. Counting the rounding of the terms in keeps the norm
+    an upper bound of what is released; where nothing cancels it is a few units in the last place.
+    """
+    return 4 * torch.finfo(sizes_BT.dtype).eps * sizes_BT.sum(1).square()
+
+
 def total(forms: Sequence[Form]) -> Form:
     """One form for the sum of several uses of the same tensor, cross terms included."""
     return reduce(lambda a, b: a.join(b) or Dense(a.per_sample() + b.per_sample()), forms)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Dense, Form, wide
+from dpscale.engine.rules.forms import Change, Dense, Form, slack, wide
 
 CHUNK = 1 << 26
 """How many numbers of instantiated per-sample gradients to hold at once."""
@@ -41,12 +41,13 @@ class Outer(Form):
         a, g = wide(self.a_BTI), wide(self.g_BTO)
         if self.a_BTI.shape[1] == 1:
             return a.square().sum((1, 2)) * g.square().sum((1, 2))
+        sizes = torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)
         if self.gram:
             gram = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT))
-            return gram.sum((1, 2)).clamp_(min=0)  # rounding may leave a tiny negative
+            return gram.sum((1, 2)).clamp_(min=0) + slack(sizes)  # rounding may leave a tiny negative
         step = max(1, CHUNK // (a.shape[2] * g.shape[2]))
         parts = [Dense(Outer(a[k : k + step], g[k : k + step]).per_sample()) for k in range(0, len(a), step)]
-        return torch.cat([p.norm2() for p in parts])
+        return torch.cat([p.norm2() for p in parts]) + slack(sizes)
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One matrix product over samples and positions together."""
