@@ -50,14 +50,27 @@ class Strided(nn.Module):
         return self.inner(torch.stack([x, x + 1], dim=-1)[..., 0])
 
 
+class Doubled(nn.Module):
+    """Uses its inner module twice, so that every parameter of it is tied to itself."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 2 * self.inner(x.flip(-1))
+
+
 def wrap(draw: Any, model: nn.Module) -> nn.Module:
-    """Randomize, freeze some parameters, perhaps make the input strided."""
+    """Randomize, freeze some parameters, perhaps use the model twice, perhaps make its input strided."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     for p in model.parameters():
         p.data = torch.randn(p.shape, generator=generator, dtype=p.dtype)
     parameters = list(model.parameters())
     if len(parameters) > 1 and draw(st.booleans()):
         parameters[draw(st.integers(0, len(parameters) - 1))].requires_grad_(False)
+    if draw(st.booleans()):
+        model = Doubled(model)
     return Strided(model) if draw(st.booleans()) else model
 
 
