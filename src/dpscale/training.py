@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpscale.checks import require, require_count
-from dpscale.engine import LossFn, batch_size, require_finite, scaled_sum, trainable
+from dpscale.engine import LossFn, ScaledSum, batch_size, require_finite, scaled_sum, trainable
+from dpscale.engine.compiled import Fast
 from dpscale.engine.loop import Recorder
 from dpscale.noise import Key, add_noise
 from dpscale.plan import Plan
@@ -53,7 +54,9 @@ class Private:
         steps_taken: how many logical batches have been released.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, seed: int | None, micro_batch: int) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, plan: Plan, seed: int | None, micro_batch: int, compile: bool
+    ) -> None:
         self.model, self.optimizer, self.plan = model, optimizer, plan
         assert plan.steps is not None
         self.steps = plan.steps
@@ -65,6 +68,7 @@ class Private:
         self._drawn: Tensor | None = None  # mask of the batch that was drawn and not yet used
         self._unstepped = False
         self._recorder = Recorder(model)
+        self._fast = Fast(model) if compile else None
         optimizer.register_step_post_hook(self._stepped)
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -136,7 +140,7 @@ class Private:
         reports = []
         for part, part_mask in _split(batch, mask, self._micro_batch):
             with _memory_advice(self._micro_batch):
-                out = scaled_sum(self.model, loss_fn, part, self.plan.scaling, part_mask)  # Σ w(‖g‖)·g
+                out = self._scaled_sum(loss_fn, part, part_mask, keep=len(part_mask) < len(mask))  # Σ w(‖g‖)·g
             sums = {n: sums[n] + g if n in sums else g for n, g in out.grads.items()}
             reports.append(out)
         report = _report(reports, mask)
@@ -144,6 +148,11 @@ class Private:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return report
+
+    def _scaled_sum(self, loss_fn: LossFn, batch: Any, mask: Tensor, *, keep: bool) -> ScaledSum:
+        if self._fast is None:
+            return scaled_sum(self.model, loss_fn, batch, self.plan.scaling, mask)
+        return self._fast(loss_fn, batch, self.plan.scaling, mask, keep=keep)
 
     def backward(self, losses: Tensor) -> StepReport:
         """In place of ``losses.mean().backward()`` in a loop of your own: afterwards every ``.grad`` is private.
@@ -194,15 +203,23 @@ class Private:
         self._recorder.stop()
         self.steps_taken += 1
         noisy = add_noise(sums, self.plan.noise_std, self._key, self.steps_taken)
-        for name, p in trainable(self.model).items():
-            p.grad = (noisy[name] / self.plan.expected_batch).to(p.dtype)
+        means = torch._foreach_div(list(noisy.values()), self.plan.expected_batch)
+        parameters = trainable(self.model)
+        for name, mean in zip(noisy, means, strict=True):
+            parameters[name].grad = mean.to(parameters[name].dtype)
 
     def _stepped(self, *_: Any) -> None:
         self._unstepped = False
 
 
 def privatize(
-    model: nn.Module, optimizer: Optimizer, plan: Plan, *, seed: int | None = None, micro_batch: int | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan,
+    *,
+    seed: int | None = None,
+    micro_batch: int | None = None,
+    compile: bool | None = None,
 ) -> Private:
     """Train ``model`` with ``optimizer`` under ``plan``.
 
@@ -218,6 +235,8 @@ def privatize(
         guessable.
         micro_batch: rows per forward; None for a whole logical batch. A matter of memory alone: results do not depend
         on it.
+        compile: trace and compile `Private.step` at its first batch, which takes from seconds to a minute and pays over
+            a long run. None: on CUDA only. What cannot be compiled runs eagerly, with one line that says why.
 
     Example:
         >>> import torch, dpscale; from torch import nn; from torch.utils.data import TensorDataset
@@ -250,7 +269,9 @@ def privatize(
     idle = [n for i, n in names.items() if i not in steered]
     require(not idle, "privatize", "optimizer", "over every trainable parameter", f"one without {idle[:3]}",
             "Add them, or freeze them with requires_grad_(False): they count in every norm.")  # fmt: skip
-    return Private(model, optimizer, plan, seed, micro_batch or plan.sampling.physical_batch)
+    if compile is None:
+        compile = all(p.is_cuda for p in model.parameters())
+    return Private(model, optimizer, plan, seed, micro_batch or plan.sampling.physical_batch, compile)
 
 
 @contextmanager

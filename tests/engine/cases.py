@@ -1,5 +1,6 @@
 """Small models, one family per rule of the engine, drawn by hypothesis; and the two ways to compute a scaled sum."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 
 import dpscale
 from dpscale.engine.reference import reference_sum
+from dpscale.engine.rules.arithmetic import Arithmetic
 from dpscale.engine.rules.convolution import Convolution
 from dpscale.engine.rules.embedding import Embedding
 from dpscale.engine.rules.linear import Linear
+from dpscale.engine.rules.matmul import AddMM, MatMul
 from dpscale.engine.rules.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 
 SCALINGS = [
@@ -87,6 +90,89 @@ def linears(draw: Any) -> Case:
     return Case(wrap(draw, model), (randn(draw, draw(BATCHES), *leading, i),))
 
 
+class Raw(nn.Module):
+    """An operation on the input and raw parameters."""
+
+    def __init__(self, operation: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.operation = operation
+        self.p = nn.ParameterList(torch.zeros(s, dtype=torch.float64) for s in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operation(x, *self.p)
+
+    def extra_repr(self) -> str:
+        return str(self.operation)
+
+
+MATRIX_PRODUCTS = {
+    "operator": lambda x, w: x @ w,
+    "matmul": lambda x, w: torch.matmul(input=x, other=w),
+    "mm": lambda x, w: torch.mm(x.flatten(0, -2), mat2=w).unflatten(0, x.shape[:-1]),
+    "method": lambda x, w: x.flatten(0, -2).mm(w).unflatten(0, x.shape[:-1]),
+    "transposed": lambda x, w: (x.transpose(0, -2) @ w).transpose(0, -2),
+}
+
+
+@st.composite
+def matrix_products(draw: Any) -> Case:
+    leading = draw(st.lists(st.integers(1, 4), max_size=2))
+    i, o = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    operation = MATRIX_PRODUCTS[draw(st.sampled_from(sorted(MATRIX_PRODUCTS)))]
+    model = nn.Sequential(Raw(operation, (i, o)), nn.Tanh(), nn.Linear(o, 2, dtype=torch.float64))
+    return Case(wrap(draw, model), (randn(draw, draw(BATCHES), *leading, i),))
+
+
+@st.composite
+def added_products(draw: Any) -> Case:
+    """Hugging Face's Conv1D, and what else addmm can do."""
+    leading = draw(st.lists(st.integers(1, 4), max_size=2))
+    i, o = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    factors = draw(st.sampled_from([{}, {"alpha": -2}, {"beta": 0.5}, {"alpha": 3, "beta": 2}]))
+
+    def conv1d(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.addmm(b, x.view(-1, x.shape[-1]), w, **factors).view(*x.shape[:-1], o)
+
+    bias = draw(st.sampled_from([(o,), (1, o), (1, 1), (1,), ()]))
+    model = nn.Sequential(nn.Linear(i, i, dtype=torch.float64), Raw(conv1d, (i, o), bias))
+    return Case(wrap(draw, model), (randn(draw, draw(BATCHES), *leading, i),))
+
+
+ARITHMETIC = {
+    "x + p": lambda x, p: x + p,
+    "p + x": lambda x, p: p + x,
+    "add": lambda x, p: torch.add(x, p, alpha=-3),
+    "add to p": lambda x, p: torch.add(input=p, other=x, alpha=2),
+    "x - p": lambda x, p: x - p,
+    "p - x": lambda x, p: p - x,
+    "subtract": lambda x, p: torch.subtract(x, p, alpha=2),
+    "x * p": lambda x, p: x * p,
+    "p * x": lambda x, p: p * x,
+    "x / p": lambda x, p: x / p,
+    "p / x": lambda x, p: p / (x.square() + 1),
+    "integers": lambda x, p: p * (x > 0).long() + x,
+    "wider": lambda x, p: x.unsqueeze(1) * p,  # x itself is repeated along the parameter's first dimension
+    "time first": lambda x, p: (x.transpose(0, 1) * p.flatten()[:1]).transpose(0, 1),
+    "add_": lambda x, p: (x * 2).add_(p, alpha=2),
+    "mul_": lambda x, p: (x * 2).mul_(p),
+    "-=": lambda x, p: operator.isub(x * 2, p),
+    "*=": lambda x, p: operator.imul(x * 2, p),
+    "/=": lambda x, p: operator.itruediv(x * 2, p),
+}
+
+
+@st.composite
+def arithmetic(draw: Any) -> Case:
+    length, width = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    name = draw(st.sampled_from(sorted(ARITHMETIC)))
+    shapes = [(), (1,), (width,), (length, 1), (length, width), (1, 1, width), (1, length, width)]
+    shape = (2, 1, width) if name == "wider" else draw(st.sampled_from(shapes))
+    raw = Raw(ARITHMETIC[name], shape)
+    model = wrap(draw, nn.Sequential(nn.Linear(width, width, dtype=torch.float64), raw))
+    raw.p[0].data = raw.p[0].data.sign() * (raw.p[0].data.abs() + 0.5)  # nothing is divided by almost 0
+    return Case(model, (randn(draw, draw(BATCHES), length, width),))
+
+
 @st.composite
 def convolutions(draw: Any) -> Case:
     dims = draw(st.integers(1, 3))
@@ -131,6 +217,9 @@ def normalizations(make: Callable[[Any, int], nn.Module], channels_first: bool) 
 
 CASES: dict[type, st.SearchStrategy[Case]] = {
     Linear: linears(),
+    MatMul: matrix_products(),
+    AddMM: added_products(),
+    Arithmetic: arithmetic(),
     Convolution: convolutions(),
     Embedding: embeddings(),
     LayerNorm: normalizations(lambda draw, w: nn.LayerNorm(w, bias=draw(st.booleans())), False),

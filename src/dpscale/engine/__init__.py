@@ -89,9 +89,9 @@ def scaled_sum(
     def run(data: Any) -> Tensor:
         return check_losses(loss_fn(model, data), batch_size(data)[0])
 
-    for blueprint in blueprints(model, (_identity(loss_fn), signature(model, batch)), parameters, run, batch):
+    for blueprint in blueprints(model, (identity(loss_fn), signature(model, batch)), parameters, run, batch):
         try:
-            captures, grads, losses = _evaluate(parameters, run, batch, blueprint, mask, points)
+            captures, grads, losses = evaluate(parameters, run, batch, blueprint, mask, points)
             break
         except BlueprintMismatch:
             continue
@@ -114,7 +114,7 @@ def blueprints(
     raise BlueprintMismatch
 
 
-def _evaluate(
+def evaluate(
     parameters: Mapping[str, Tensor], run: Callable[[Any], Tensor], batch: Any, blueprint: Blueprint, mask: Tensor,
     points: Points | None,
 ) -> tuple[list[Capture], list[Sequence[Tensor | None]], Tensor]:  # fmt: skip
@@ -223,7 +223,7 @@ def check_points(points: Points | None, parameters: Mapping[str, Tensor]) -> Poi
     return points
 
 
-def _identity(loss_fn: LossFn) -> Any:
+def identity(loss_fn: LossFn) -> Any:
     """What tells one loss function from another without keeping it alive. A bound method is new at every access."""
     owner = getattr(loss_fn, "__self__", loss_fn)
     try:

@@ -9,8 +9,9 @@ arrives at that edge is all a rule needs. Nothing is hung on parameters, and no 
 """
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, Self
 
@@ -20,6 +21,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpscale.engine.checkpoints import resume, suspend
+from dpscale.engine.composites import COMPOSITES
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Rule
@@ -91,11 +94,13 @@ class Meeting(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         Watch.count += 1
+        suspend()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         Watch.count -= 1
+        resume()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -232,6 +237,8 @@ class Capture(Meeting):
                 raise BlueprintMismatch
         inputs = [t for t in tensors_in(args, kwargs) if not in_place(site.function)]
         versions = [(t, t._version) for t in inputs]
+        if site.rule is None and site.kind == "rows":  # to be replayed, and at the precision at which it runs now
+            site = replace(site, function=as_now(site.function, tensors_in(args, kwargs)))
         edges = {k: get_gradient_edge(t) for k, t in outputs.items()}
         self.met.append(Met(site, args, kwargs, keys, edges, versions))
 
@@ -280,16 +287,34 @@ def out_of_place(func: Callable[..., Any]) -> Callable[..., Any]:
     return twin  # type: ignore[no-any-return]
 
 
+def as_now(func: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
+    """The operation, not in place, as a function that runs under the autocast that is in force now."""
+    twin = out_of_place(func)
+    states = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in {t.device.type for t in tensors}]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for device, enabled, dtype in states:  # without the cache, which would outlive tensors of vmap
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            return twin(*args, **kwargs)
+
+    run.__name__ = getattr(twin, "__name__", "?")
+    return run
+
+
 _NOT_IN_PLACE = {"__index__", "__int__", "__invert__", "__init__"}
 _PYTHON = ("torch.nn.functional", "torch.functional")
 
 
 @cache
 def enter(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A Python composite of torch's own, as a function whose inner operations the mode sees; None for anything else.
+    """A composite of torch's own, as a function whose inner operations the mode sees; None for anything else.
 
-    Such a function starts by handing itself to the mode. Its twin shares its code but answers that question with no.
+    One in C++ is written anew in `composites`. One in Python starts by handing itself to the mode: its twin shares its
+    code but answers that question with no.
     """
+    if func in COMPOSITES:
+        return COMPOSITES[func]
     if not isinstance(func, types.FunctionType) or func.__module__ not in _PYTHON:
         return None
 

@@ -14,7 +14,7 @@ from dpscale.engine.capture import Capture, Met, out_of_place
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Call, Form
-from dpscale.engine.rules.forms import Change, Dense, Drop, Widen, total, wide
+from dpscale.engine.rules.forms import Change, Dense, Drop, Widen, total
 from dpscale.engine.rules.generic import by_name, generic_forms, replay
 from dpscale.scaling import Scaling
 
@@ -76,20 +76,33 @@ def combine(forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Te
         mask_B: the samples that count.
         shapes: the parameters, for those that got no gradient (their sum is zero).
     """
-    norms = _norms(forms, mask_B)
+    out, finite = weigh(forms, rule, mask_B, shapes)
+    if bool(finite):
+        return out
+    # A float32 square overflows from 1.8e19 on. Look again in float64, where no float32 gradient does.
+    norms = _norms(_map(forms, Widen()), mask_B)
+    return weigh(_map(forms, Drop(torch.isfinite(norms))), rule, mask_B, shapes, norms)[0]
+
+
+def weigh(
+    forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor], norms: Tensor | None = None
+) -> tuple[Weighted, Tensor]:
+    """`combine` without its second look, and so without a branch.
+
+    Returns:
+        the answer, and whether it is one: all norms were finite, the masked ones too (0 · inf is NaN in a sum), or were
+        given by somebody who has dropped the others.
+    """
+    norms = _norms(forms, mask_B) if norms is None else norms
     finite = torch.isfinite(norms)
-    if not bool(finite.all()):
-        # A float32 square overflows from 1.8e19 on. Look again in float64, where no float32 gradient does.
-        norms = _norms(_map(forms, Widen()), mask_B)
-        finite = torch.isfinite(norms)
-        forms = _map(forms, Drop(finite))
-    counted = finite & mask_B
-    weights = rule.weight(norms).where(counted, 0.0)
+    weights = rule.weight(norms).where(finite & mask_B, 0.0)
     grads = {
-        name: forms[name].weighted(weights) if name in forms else torch.zeros_like(p, dtype=wide(p.new_empty(0)).dtype)
+        name: forms[name].weighted(weights)
+        if name in forms
+        else torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in shapes.items()
     }
-    return Weighted(grads, norms.where(mask_B, 0.0), weights, (~finite & mask_B).sum())
+    return Weighted(grads, norms.where(mask_B, 0.0), weights, (~finite & mask_B).sum()), finite.all()
 
 
 def _norms(forms: Forms, mask_B: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from dpscale.engine.capture import Blueprint, Meeting, Site, out_of_place
+from dpscale.engine.capture import Blueprint, Meeting, Site, as_now, tensors_in
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout, candidates, fit
 from dpscale.engine.rules import RULE_OF, Call
@@ -46,6 +46,7 @@ class _Seen:
     edges: dict[int, GradientEdge]  # by output; only of those that are differentiable
     on_data: bool
     random: bool
+    again: Callable[..., Any]  # the function as it ran: not in place, and under the same autocast
 
     @property
     def name(self) -> str:
@@ -83,7 +84,8 @@ class _Probe(Meeting):
         random = any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True))
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         edges = {k: get_gradient_edge(t) for k, t in enumerate(outputs) if t.requires_grad}
-        record = _Seen(func, copies, spec, met, [t.detach().clone() for t in outputs], edges, on_data, random)
+        values, again = [t.detach().clone() for t in outputs], as_now(func, tensors_in(args, kwargs))
+        record = _Seen(func, copies, spec, met, values, edges, on_data, random, again)
         self.seen.append(record)
         if on_data or len(self.seen) - 1 in self._expanded:
             self._mark(out)
@@ -228,7 +230,7 @@ def _check_whole(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> Non
     """What three samples do not show, a coupling that begins with larger batches: the whole batch, one tainted."""
 
     def losses(data: Any) -> list[Tensor]:
-        with undisturbed(model), torch.no_grad():
+        with undisturbed(model), torch.no_grad(), Meeting():  # watched, though nothing is met: no path for evaluation
             return [t for t in tree_leaves(run(data)) if isinstance(t, Tensor)]
 
     tainted = next(data for _, data in taints(batch, batch))
@@ -272,7 +274,7 @@ def _site(seen: _Seen, small: _Seen, inputs: dict[int, Masks], outputs: list[Mas
 def _check_replay(seen: _Seen, layouts: Mapping[str, Layout]) -> None:
     """The generic rule runs the operation on one sample's rows: that must give its rows of the whole result."""
     arguments, spec = by_name(*tree_unflatten(seen.inputs, seen.spec))
-    run = replay(out_of_place(seen.function), spec)
+    run = replay(seen.again, spec)
     for i in range(SAMPLES):
         own = {n: layouts[n].per_sample(t, SAMPLES)[i] for n, t in arguments.items() if n in layouts}
         try:

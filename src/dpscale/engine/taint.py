@@ -37,7 +37,7 @@ def some(batch: Any, count: int) -> Any:
         if not isinstance(t, Tensor):
             return t
         t = t[torch.arange(count, device=t.device) % len(t)]
-        return t.nan_to_num(0.0, 0.0, 0.0).clamp(-1e6, 1e6) if t.is_floating_point() else t
+        return _tame(t)
 
     return tree_map(rows, batch)
 
@@ -58,6 +58,14 @@ def _integer(t: Tensor) -> bool:
     return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 
+def _tame(t: Tensor) -> Tensor:
+    """Finite numbers, of a size that a model can do something with."""
+    if not t.is_floating_point():
+        return t
+    limit = min(1e6, torch.finfo(t.dtype).max)
+    return t.nan_to_num(0.0, 0.0, 0.0).clamp(-limit, limit)
+
+
 def _with_nan(t: Any, i: int) -> Any:
     if not (isinstance(t, Tensor) and t.is_floating_point()):
         return t
@@ -75,8 +83,7 @@ def _exchanged(t: Any, whole: Any, i: int) -> Any:
         differs(own.expand_as(whole), whole).flatten(1).any(1) if t.ndim > 1 else differs(own.expand_as(whole), whole)
     )
     if bool(different.any()):
-        other = whole[int(different.int().argmax())]
-        t[i] = other.nan_to_num(0.0, 0.0, 0.0).clamp(-1e6, 1e6) if t.is_floating_point() else other
+        t[i] = _tame(whole[int(different.int().argmax())])
     elif t.dtype == torch.bool:
         t[i] = ~own
     elif _integer(t):
@@ -107,6 +114,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         Watch.count -= 1
+        torch.clear_autocast_cache()  # or weights cast here, without a graph, would be taken for the caller's own
         for b, old in zip(model.buffers(), saved, strict=True):
             b.data.copy_(old)  # by .data: a graph that saved the buffer may still be walked, and the values are its own
 

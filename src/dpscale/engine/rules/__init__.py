@@ -1,21 +1,26 @@
 """One rule per family of operations; what has none goes to the generic rule."""
 
+from dpscale.engine.rules.arithmetic import Arithmetic
 from dpscale.engine.rules.base import Call as Call
 from dpscale.engine.rules.base import Rule as Rule
 from dpscale.engine.rules.convolution import Convolution
 from dpscale.engine.rules.embedding import Embedding
 from dpscale.engine.rules.forms import Form as Form
 from dpscale.engine.rules.linear import Linear
+from dpscale.engine.rules.matmul import AddMM, MatMul
 from dpscale.engine.rules.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 
 RULES: tuple[Rule, ...] = (
     Linear(),
+    MatMul(),
+    AddMM(),
     Convolution(),
     Embedding(),
     LayerNorm(),
     RMSNorm(),
     GroupNorm(),
     InstanceNorm(),
+    Arithmetic(),
 )
 """Every rule. Adding one here makes the conformance tests demand cases for it."""
 

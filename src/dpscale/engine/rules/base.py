@@ -62,5 +62,10 @@ class Rule(ABC):
         """For each wanted argument, its gradients, from ``g``, the gradient of the output."""
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name, whether given by position or by keyword."""
-        return dict(zip(self.names, args, strict=False)) | dict(kwargs)
+        """Arguments by name, whether given by position or by keyword.
+
+        A positional argument beyond ``names`` (an overload of old) gets a name that no rule can train, so that a
+        parameter there goes to the generic rule.
+        """
+        surplus = {f"argument {k}": a for k, a in enumerate(args) if k >= len(self.names)}
+        return dict(zip(self.names, args, strict=False)) | surplus | dict(kwargs)

@@ -84,13 +84,13 @@ class Dense(Form):
 
     def norm2(self) -> Tensor:
         """Sum of squares."""
-        norms: Tensor = torch.linalg.vector_norm(wide(self.grad_B).flatten(1), dim=1)
+        norms: Tensor = torch.linalg.vector_norm(self._flat(), dim=1)
         return norms.square()
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One matrix-vector product."""
-        grad = wide(self.grad_B)
-        return torch.mv(grad.flatten(1).t(), weights_B.to(grad.dtype)).view(grad.shape[1:])
+        grad = self._flat()
+        return torch.mv(grad.t(), weights_B.to(grad.dtype)).view(self.grad_B.shape[1:])
 
     def per_sample(self) -> Tensor:
         """As held."""
@@ -103,6 +103,9 @@ class Dense(Form):
     def join(self, other: Form) -> "Dense | None":
         """Add the gradients."""
         return Dense(self.per_sample() + other.per_sample()) if isinstance(other, Dense) else None
+
+    def _flat(self) -> Tensor:
+        return wide(self.grad_B).unsqueeze(-1).flatten(1)  # a single number has no dimension of its own
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""The models that are timed: written out, so that every library is given the same operations."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpscale.lab.models import digits_cnn, paper_cnn
+
+
+def conv(i: int, o: int, *, pool: bool = False) -> nn.Sequential:
+    layers = [nn.Conv2d(i, o, 3, padding=1, bias=False), nn.GroupNorm(min(32, o // 4), o), nn.ReLU()]
+    return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(conv(width, width), conv(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+def resnet9(classes: int = 10) -> nn.Sequential:
+    return nn.Sequential(
+        conv(3, 64), conv(64, 128, pool=True), Residual(128), conv(128, 256, pool=True), conv(256, 256, pool=True),
+        Residual(256), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(1024, classes),
+    )  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.norm1, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(h.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class ViT(nn.Module):
+    """ViT-S/16 with a mean over patches in place of a class token."""
+
+    def __init__(self, width: int = 384, depth: int = 12, heads: int = 6, image: int = 224, patch: int = 16) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.positions = nn.Parameter(0.02 * torch.randn((image // patch) ** 2, width))
+        self.blocks = nn.Sequential(*(Block(width, heads, False) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.positions
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+class GPT2(nn.Module):
+    """GPT-2 small: learned positions, tied head."""
+
+    def __init__(self, vocabulary: int = 50257, width: int = 768, depth: int = 12, heads: int = 12, length: int = 1024):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, True) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        return self.head(self.norm(self.blocks(h)))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, the shape of its input without the batch, the batch, and the number of classes (0: a language model)."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    batch: int
+    classes: int
+
+    def data(self, device: str) -> tuple[Tensor, Tensor]:
+        if self.classes == 0:
+            tokens = torch.randint(0, 50257, (self.batch, self.shape[0] + 1), device=device)
+            return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        x = torch.randn(self.batch, *self.shape, device=device)
+        return x, torch.randint(0, self.classes, (self.batch,), device=device)
+
+    def losses(self, out: Tensor, y: Tensor) -> Tensor:
+        if self.classes == 0:
+            return F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
+        return F.cross_entropy(out, y, reduction="none")
+
+
+TASKS: dict[str, Task] = {
+    "digits-cnn": Task(digits_cnn, (1, 8, 8), 256, 10),
+    "4-conv-cnn": Task(paper_cnn, (1, 28, 28), 512, 10),
+    "resnet9-64": Task(resnet9, (3, 64, 64), 256, 10),
+    "resnet9-160": Task(resnet9, (3, 160, 160), 256, 10),
+    "vit-s16": Task(ViT, (3, 224, 224), 64, 1000),
+    "gpt2": Task(GPT2, (256,), 16, 0),
+    "probe": Task(lambda: nn.Linear(2048, 10), (2048,), 1024, 10),
+}

@@ -1,0 +1,185 @@
+"""The same computation traced whole, compiled, and on CUDA replayed as one graph, at a fixed physical shape.
+
+Forward, backward, norms, weights and sums are traced together into one graph of tensor operations, which the compiler can
+fuse across all of them. Poisson sampling never changes the shape (batches are padded and masked), so one trace serves
+a whole run.
+
+What a graph cannot have is a branch on values. The second look at samples whose gradients are not finite is left to the eager
+path: the graph says whether it was needed, and the caller then asks there.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from dpscale.engine import (
+    LossFn,
+    ScaledSum,
+    UnsupportedModel,
+    batch_size,
+    blueprints,
+    check_losses,
+    evaluate,
+    identity,
+    scaled_sum,
+    signature,
+    trainable,
+)
+from dpscale.engine.combine import gradients, weigh
+from dpscale.scaling import Scaling
+
+log = logging.getLogger("dpscale")
+
+Evaluate = Callable[[Mapping[str, Tensor], Any, Tensor], Any]
+"""(parameter values, batch, mask) -> (captures, gradients at their edges, losses)."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a replay gives. On CUDA these are the graph's own buffers: the next replay overwrites them."""
+
+    grads: dict[str, Tensor]
+    norms: Tensor
+    weights: Tensor
+    ignored: Tensor
+    losses: Tensor
+    finite: Tensor
+
+
+class Compiled:
+    """One traced and compiled step, for batches of one shape.
+
+    Args:
+        parameters: the trainable parameters; their storage must stay where it is (optimizers update in place).
+        evaluate: forward and backward.
+        rule: from norm to weight.
+        batch, mask: an example; the shapes of all that follow.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], evaluate: Evaluate, rule: Scaling, batch: Any, mask: Tensor
+    ) -> None:
+        self._parameters = parameters
+        self._names = list(parameters)
+        leaves, self._spec = tree_flatten(batch)
+        self._tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        constants = list(leaves)
+
+        def step(values: list[Tensor], data: list[Tensor], mask: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            put = dict(zip(self._tensors, data, strict=True))
+            whole = tree_unflatten([put.get(k, leaf) for k, leaf in enumerate(constants)], self._spec)
+            captures, grads, losses = evaluate(dict(zip(self._names, values, strict=True)), whole, mask)
+            with torch.no_grad():
+                out, finite = weigh(gradients(captures, grads), rule, mask, parameters)
+            return list(out.grads.values()), [out.norms, out.weights, out.ignored, losses, finite]
+
+        data = [leaves[k] for k in self._tensors]
+        graph = make_fx(step)(self._values(), data, mask)
+        self._run: Callable[..., Any] = torch.compile(graph, dynamic=False, fullgraph=True)
+        self._replay: Callable[[], Any] | None = None
+        self._static: list[Tensor] = []
+        with torch.no_grad():
+            if mask.is_cuda:
+                self._capture_graph(data, mask)
+            else:
+                self._run(self._values(), data, mask)
+
+    def __call__(self, batch: Any, mask: Tensor) -> Answer:
+        """One step on a batch of the example's shape."""
+        leaves = tree_flatten(batch)[0]
+        data = [leaves[k] for k in self._tensors]
+        with torch.no_grad():
+            if self._replay is None:
+                grads, rest = self._run(self._values(), data, mask)
+            else:
+                for buffer, t in zip(self._static, [*data, mask], strict=True):
+                    buffer.copy_(t, non_blocking=True)
+                grads, rest = self._replay()
+        return Answer(dict(zip(self._names, grads, strict=True)), *rest)
+
+    def _values(self) -> list[Tensor]:
+        return [p.detach() for p in self._parameters.values()]
+
+    def _capture_graph(self, data: list[Tensor], mask: Tensor) -> None:
+        """Record the compiled step once as a CUDA graph over buffers of its own; parameters are read where they are."""
+        self._static = [t.clone() for t in (*data, mask)]
+        inputs, static_mask, values = self._static[:-1], self._static[-1], self._values()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # compiles, then lets libraries choose their kernels, outside of the recording
+                self._run(values, inputs, static_mask)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                outputs = self._run(values, inputs, static_mask)
+        except RuntimeError as error:  # an operation that cannot be recorded: compiled, but launched one by one
+            log.info("dpscale: not replayed as a CUDA graph (%s)", str(error).splitlines()[0])
+            return
+
+        def replay() -> Any:
+            graph.replay()
+            return outputs
+
+        self._replay = replay
+
+
+class Fast:
+    """`scaled_sum` for a training loop: compiled where it can be, eager where it cannot, with one line saying why.
+
+    Args:
+        model: its parameters must keep their storage, as they do under any torch optimizer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: dict[Any, Compiled | None] = {}
+
+    def __call__(self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, *, keep: bool = False) -> ScaledSum:
+        """As `dpscale.scaled_sum`.
+
+        Args:
+            keep: copy the gradients. Without it they may be buffers that the next call overwrites.
+        """
+        compiled = self._compiled(loss_fn, batch, rule, mask)
+        if compiled is None:
+            return scaled_sum(self._model, loss_fn, batch, rule, mask)
+        answer = compiled(batch, mask)
+        if not bool(answer.finite):  # a rare sample that needs the second look
+            return scaled_sum(self._model, loss_fn, batch, rule, mask)
+        grads = {n: g.clone() for n, g in answer.grads.items()} if keep else answer.grads
+        rest = {n: getattr(answer, n).clone() for n in ("norms", "weights", "ignored", "losses")}
+        return ScaledSum(grads=grads, **rest)
+
+    def _compiled(self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor) -> Compiled | None:
+        shapes = tuple(t.shape for t in tree_leaves(batch) if isinstance(t, Tensor))
+        key = (identity(loss_fn), signature(self._model, batch), shapes, rule)
+        if key not in self._known:
+            parameters = trainable(self._model)
+
+            def run(data: Any) -> Tensor:
+                return check_losses(loss_fn(self._model, data), batch_size(data)[0])
+
+            blueprint = next(blueprints(self._model, key[:2], parameters, run, batch))
+            if blueprint.provisional:
+                return None  # not yet: this batch could not show whether samples are kept apart
+
+            def at(values: Mapping[str, Tensor], data: Any, mask: Tensor) -> Any:
+                return evaluate(parameters, run, data, blueprint, mask, [(1.0, values)])
+
+            try:
+                self._known[key] = Compiled(parameters, at, rule, batch, mask)
+            except UnsupportedModel:
+                raise
+            except Exception as error:
+                reason = str(error).strip().splitlines()
+                log.warning("dpscale: runs eagerly, not compiled: %s", reason[0] if reason else type(error).__name__)
+                self._known[key] = None
+        return self._known[key]
