@@ -15,8 +15,9 @@ from torch.utils.data import TensorDataset
 
 import dpscale
 
-from .engine.cases import check_equal
-from .engine.test_models import Flattened, Twice
+from .engine.cases import SCALINGS, check_equal
+from .engine.families import FAMILIES, gpt2, language_loss, lora, make, text
+from .engine.test_models import Flattened, RawParameters, TiedLanguageModel, Twice
 from .helpers import SIZE, data, loss_fn, mlp, plan, private, train, vector
 
 
@@ -268,3 +269,166 @@ def test_trap_09_a_loss_that_couples_only_later_is_refused():
             run.optimizer.step()
             run.optimizer.zero_grad()
     assert run.steps_taken == 2
+
+
+def released(out):
+    return torch.cat([g.double().flatten() for g in out.grads.values()]).norm().item()
+
+
+@pytest.mark.parametrize("rule", SCALINGS, ids=lambda r: type(r).__name__)
+def test_trap_04_tied_weights_are_measured_as_one(rule):
+    """A norm per use misses the cross terms: one sample's released norm reached 1.19 C."""
+    torch.manual_seed(0)
+    model, x = TiedLanguageModel().double(), torch.randint(0, 9, (4, 7))
+    nn.init.normal_(model.table.weight)
+    check_equal(model, (x,), rule)
+    tied = gpt2().double()
+    assert tied.lm_head.weight is tied.transformer.wte.weight
+    check_equal(tied, text(4), rule, loss=language_loss)
+    for i in range(4):
+        one = {k: v[i : i + 1] for k, v in text(4).items()}
+        assert released(dpscale.scaled_sum(tied, language_loss, one, rule)) <= rule.bound * (1 + 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"groups": 2},
+        {"groups": 4},
+        {"padding": "same"},
+        {"padding": "same", "dilation": 2},
+        {"padding": 1, "padding_mode": "reflect"},
+        {"padding": 1, "padding_mode": "circular"},
+        {"padding": 1, "padding_mode": "replicate", "groups": 4, "stride": 2},
+        {"padding": "same", "padding_mode": "circular", "kernel_size": 2},
+    ],
+    ids=str,
+)
+def test_trap_13_convolutions_of_every_kind(options):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 8, **({"kernel_size": 3} | options))
+    model = nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2)).double()
+    x = torch.randn(4, 4, 6, 6).double()
+    model(x)
+    check_equal(model, (x,), SCALINGS[3])
+
+
+def test_trap_14_padding_gets_no_gradient():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4, padding_idx=2), nn.Linear(4, 3)).double()
+    nn.init.normal_(model[0].weight)
+    x = torch.randint(0, 9, (4, 7))
+    x[:, 3:] = 2
+    out = check_equal(model, (x,), SCALINGS[0])
+    assert not out.grads["0.weight"][2].any() and out.grads["0.weight"].any()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_trap_14_bags_with_the_same_index_twice(mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(9, 4, mode=mode, padding_idx=1), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = torch.tensor([[3, 3, 3, 5], [1, 4, 4, 1], [8, 0, 8, 0]])
+    check_equal(model, (x,), SCALINGS[0])
+
+
+@pytest.mark.parametrize("family", ["raw", "rms-norm", "attention", "lstm", "encoder", "llama", "vit"])
+def test_trap_16_every_parameter_moves(family):
+    """Unsupported layers were printed and then not trained. Without noise, a step must move what SGD moves."""
+    torch.manual_seed(0)
+    if family in FAMILIES:
+        model, batch, loss = make(FAMILIES[family]), FAMILIES[family].batch(6), FAMILIES[family].loss
+    else:
+        model = RawParameters() if family == "raw" else nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 3))
+        model, batch = model.double(), (torch.randn(6, 7, 4).double(),)
+
+        def loss(m, b):
+            return m(b[0]).square().flatten(1).sum(1)
+
+    plain = torch.autograd.grad(loss(model, batch).sum(), list(model.parameters()), allow_unused=True)
+    out = dpscale.scaled_sum(model, loss, batch, dpscale.Clip(C=torch.inf))
+    for (name, p), g in zip(model.named_parameters(), plain, strict=True):
+        torch.testing.assert_close(out.grads[name], torch.zeros_like(p) if g is None else g, msg=name)
+    assert sum(g is None or not g.any() for g in plain) == 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "lstm", "resnet9", "bert"])
+def test_trap_17_autocast_neither_fails_nor_lowers_the_precision_of_norms(family):
+    what = FAMILIES[family]
+    model = make(what, torch.float32)
+    batch = {k: v.float() if v.is_floating_point() else v for k, v in _named(what.batch(3)).items()}
+    batch = batch if isinstance(what.batch(1), dict) else tuple(batch.values())
+
+    def loss(m, b):
+        with torch.autocast("cpu", torch.bfloat16):
+            return what.loss(m, b).float()
+
+    out = dpscale.scaled_sum(model, loss, batch, dpscale.Clip(C=torch.inf))
+    assert {t.dtype for t in (out.norms, *out.grads.values())} == {torch.float32}
+    for i in range(3):  # the norm is that of the very gradient that is released, to float32's precision
+        mask = torch.arange(3) == i
+        one = dpscale.scaled_sum(model, loss, batch, dpscale.Clip(C=torch.inf), mask=mask)
+        assert released(one) == pytest.approx(out.norms[i].item(), rel=1e-4)
+
+
+def _named(batch):
+    return batch if isinstance(batch, dict) else {str(k): t for k, t in enumerate(batch)}
+
+
+def test_trap_18_ignored_tokens_count_for_nothing():
+    """Neither in a sample's mean, nor in its gradient; a sample without any counted token adds exactly nothing."""
+    model, batch = make(FAMILIES["gpt2"]), text(4)
+    batch["labels"][2] = -100
+    out = check_equal(model, batch, SCALINGS[0], loss=language_loss)
+    assert out.norms[2] == 0 and out.losses[2] == 0 and out.norms[[0, 1, 3]].min() > 0
+
+    def flattened(m, b):  # as language-model code writes it: tokens of all samples in one row, then back
+        logits = m(input_ids=b["input_ids"], attention_mask=b["attention_mask"]).logits[:, :-1]
+        labels = b["labels"][:, 1:]
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+        return each.view(labels.shape).sum(1) / (labels != -100).sum(1).clamp(min=1)
+
+    torch.testing.assert_close(check_equal(model, batch, SCALINGS[0], loss=flattened).norms, out.norms)
+
+
+def test_trap_18_a_mean_over_the_tokens_of_the_batch_is_refused():
+    """Its denominator counts the other samples' tokens."""
+
+    def mean_over_all(m, b):
+        labels = b["labels"][:, 1:]
+        return language_loss(m, b) * (labels != -100).sum(1) / (labels != -100).sum()
+
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
+        dpscale.scaled_sum(gpt2(), mean_over_all, text(4), SCALINGS[0])
+    with pytest.raises(ValueError, match="reduction='none'"):
+        dpscale.scaled_sum(gpt2(), lambda m, b: m(**b).loss, text(4), SCALINGS[0])
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_trap_25_lora_trains_the_adapters_alone_and_leaves_a_usable_model(how):
+    torch.manual_seed(0)
+    model = lora(gpt2(), ["c_attn"], fan_in_fan_out=True)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in n for n in trained)
+    run = private(model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    for columns in run.batches(TensorDataset(*text(SIZE).values())):
+        batch = dict(zip(text(1), columns, strict=True))
+        run.step(batch, language_loss) if how == "step" else run.backward(language_loss(model, batch))
+        if how == "backward":
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == trained
+    model.eval()
+    inputs = {k: v for k, v in text(2).items() if k != "labels"}
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        merged = copy.deepcopy(model).merge_and_unload()(**inputs).logits
+    torch.testing.assert_close(merged, logits)
+    with model.disable_adapter(), torch.no_grad():
+        assert not torch.allclose(model(**inputs).logits, logits)
+    fresh = lora(gpt2(), ["c_attn"], fan_in_fan_out=True).eval()
+    fresh.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(fresh(**inputs).logits, logits)

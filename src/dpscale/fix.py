@@ -1,11 +1,10 @@
 """Replaces the layers that no differentially private training can have by ones that treat samples apart."""
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from dpscale.checks import require
+from dpscale.checks import require, require_count
 
 
 def fix(model: nn.Module, groups: int = 32) -> list[str]:
@@ -30,42 +29,39 @@ def fix(model: nn.Module, groups: int = 32) -> list[str]:
         one line per changed layer: its name, what it was and what it is. Empty if nothing had to be changed.
 
     Example:
-        >>> from torch import nn; import dpscale.fix
+        >>> from torch import nn; from dpscale.fix import fix
         >>> model = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.ReLU())
-        >>> dpscale.fix.fix(model)
+        >>> fix(model)
         ['1: BatchNorm2d(48) -> GroupNorm(24, 48)']
     """
     require(isinstance(model, nn.Module), "fix", "model", "a torch.nn.Module", type(model).__name__)
-    require(isinstance(groups, int) and groups >= 1, "fix", "groups", "a whole number of at least 1", groups)
+    require_count("fix", "groups", groups)
     require(
         not isinstance(model, _BatchNorm), "fix", "model", "a module that contains its batch norms",
         type(model).__name__, "It cannot be replaced in place: build a GroupNorm instead, or wrap it in a Sequential.",
     )  # fmt: skip
+    lazy = [n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and not m.num_features]
+    require(not lazy, "fix", "model", "one whose lazy layers have seen an input", lazy, "Run it on a batch first.")
     changed: list[str] = []
     replaced: dict[nn.Module, nn.GroupNorm] = {}  # a layer that is registered twice stays one layer
     for path, parent in list(model.named_modules()):
         if isinstance(parent, _InstanceNorm) and parent.track_running_stats:
             _forget_statistics(parent)
             changed.append(f"{path}: {_text(parent)} -> without running statistics")
-        for child_name, child in parent.named_children():
+        for child_name, child in list(parent._modules.items()):
             if isinstance(child, _BatchNorm):
                 name = f"{path}.{child_name}" if path else child_name
-                replaced[child] = replaced.get(child) or _group_norm(child, name, groups)
+                replaced[child] = replaced.get(child) or _group_norm(child, groups)
                 setattr(parent, child_name, replaced[child])
                 changed.append(f"{name}: {_text(child)} -> {_text(replaced[child])}")
     return changed
 
 
-def _group_norm(old: _BatchNorm, name: str, groups: int) -> nn.GroupNorm:
+def _group_norm(old: _BatchNorm, groups: int) -> nn.GroupNorm:
     channels = old.num_features
-    require(
-        channels > 0, "fix", "model", "one whose lazy layers have seen an input",
-        f"{name}, a {type(old).__name__}", "Run the model once on a batch first.",
-    )  # fmt: skip
     most = 1 if isinstance(old, nn.BatchNorm1d) else max(1, min(groups, channels // 2))
     count = max(d for d in range(1, most + 1) if channels % d == 0)
-    with torch.no_grad():
-        new = nn.GroupNorm(count, channels, old.eps, affine=False)
+    new = nn.GroupNorm(count, channels, old.eps, affine=False)
     new.affine = old.affine
     new.weight, new.bias = old.weight, old.bias  # the same parameters
     return new.train(old.training)

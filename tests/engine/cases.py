@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 import dpscale
 from dpscale.engine.reference import reference_sum
+from dpscale.engine.rules.activation import PReLU
 from dpscale.engine.rules.arithmetic import Arithmetic
+from dpscale.engine.rules.bag import EmbeddingBag
 from dpscale.engine.rules.convolution import Convolution
 from dpscale.engine.rules.embedding import Embedding
 from dpscale.engine.rules.linear import Linear
 from dpscale.engine.rules.matmul import AddMM, MatMul
 from dpscale.engine.rules.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from dpscale.engine.rules.transposed import TransposedConvolution
 
 SCALINGS = [
     dpscale.Clip(C=0.3),
@@ -133,7 +136,7 @@ def added_products(draw: Any) -> Case:
     def conv1d(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return torch.addmm(b, x.view(-1, x.shape[-1]), w, **factors).view(*x.shape[:-1], o)
 
-    bias = draw(st.sampled_from([(o,), (1, o), (1, 1), (1,), ()]))
+    bias = draw(st.sampled_from([(o,), (1, o), (1, 1), (1,)]))
     model = nn.Sequential(nn.Linear(i, i, dtype=torch.float64), Raw(conv1d, (i, o), bias))
     return Case(wrap(draw, model), (randn(draw, draw(BATCHES), *leading, i),))
 
@@ -165,7 +168,7 @@ ARITHMETIC = {
 def arithmetic(draw: Any) -> Case:
     length, width = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     name = draw(st.sampled_from(sorted(ARITHMETIC)))
-    shapes = [(), (1,), (width,), (length, 1), (length, width), (1, 1, width), (1, length, width)]
+    shapes = [(1,), (width,), (length, 1), (length, width), (1, 1, width), (1, length, width)]
     shape = (2, 1, width) if name == "wider" else draw(st.sampled_from(shapes))
     raw = Raw(ARITHMETIC[name], shape)
     model = wrap(draw, nn.Sequential(nn.Linear(width, width, dtype=torch.float64), raw))
@@ -194,6 +197,28 @@ def convolutions(draw: Any) -> Case:
 
 
 @st.composite
+def transposed_convolutions(draw: Any) -> Case:
+    dims, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2]))
+    kernel, dilation, stride = ([draw(st.integers(1, 3)) for _ in range(dims)] for _ in range(3))
+    padding = [draw(st.integers(0, d * (k - 1) // 2 + 1)) for d, k in zip(dilation, kernel, strict=True)]
+    # Torch allows more output padding than a stride where the dilation is larger.
+    more = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
+    conv = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1](
+        groups * draw(st.sampled_from([1, 2, 24])), groups * draw(st.integers(1, 3)), kernel, stride, padding, more,
+        groups, draw(st.booleans()), dilation,
+    )  # fmt: skip
+    space = [draw(st.integers(3, 4)) for _ in range(dims)]
+    return Case(wrap(draw, conv.double()), (randn(draw, draw(BATCHES), conv.in_channels, *space),))
+
+
+@st.composite
+def prelus(draw: Any) -> Case:
+    channels, rest = draw(st.integers(1, 4)), draw(st.lists(st.integers(1, 3), max_size=2))
+    model = nn.Sequential(Raw(torch.add, (channels, *[1] * len(rest))), nn.PReLU(draw(st.sampled_from([1, channels]))))
+    return Case(wrap(draw, model.double()), (randn(draw, draw(BATCHES), channels, *rest),))
+
+
+@st.composite
 def embeddings(draw: Any) -> Case:
     table, width, length = draw(st.integers(2, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
     padding = draw(st.one_of(st.none(), st.integers(-table, table - 1)))
@@ -201,6 +226,44 @@ def embeddings(draw: Any) -> Case:
     model = wrap(draw, model)
     seed = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     index = torch.randint(0, table, (draw(BATCHES), length), generator=seed)
+    return Case(model.inner if isinstance(model, Strided) else model, (index,))
+
+
+class Bags(nn.Module):
+    """Several bags a sample: as rows of a matrix, or of lengths that follow from the indices; perhaps weighted."""
+
+    def __init__(self, bag: nn.EmbeddingBag, ragged: bool, weighted: bool) -> None:
+        super().__init__()
+        self.bag, self.ragged = bag, ragged
+        self.score = nn.Linear(1, 1, dtype=torch.float64) if weighted else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, bags, length = x.shape
+        flat = x.flatten(0, 1)
+        scores = self.score(flat.unsqueeze(-1).to(self.bag.weight.dtype)).squeeze(-1) if self.score else None
+        if not self.ragged:
+            return self.bag(flat, per_sample_weights=scores).unflatten(0, (samples, bags))
+        # The first bag of a sample takes from 0 to all of its positions, the second the rest.
+        first = torch.arange(samples) * bags * length
+        cut = first + (x.flatten(1).sum(1) % (length + 1))
+        offsets = torch.stack([first, cut], 1).flatten()
+        if self.bag.include_last_offset:
+            offsets = torch.cat([offsets, torch.tensor([x.numel()])])
+        scores = None if scores is None else scores.flatten()
+        return self.bag(flat.flatten(), offsets, scores).unflatten(0, (samples, 2))
+
+
+@st.composite
+def bags(draw: Any) -> Case:
+    table, width, length = draw(st.integers(2, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    mode, ragged = draw(st.sampled_from(["sum", "mean", "max"])), draw(st.booleans())
+    padding = draw(st.one_of(st.none(), st.integers(-table, table - 1)))
+    last = ragged and draw(st.booleans())
+    bag = nn.EmbeddingBag(table, width, mode=mode, padding_idx=padding, include_last_offset=last).double()
+    inner = Bags(bag, ragged, mode == "sum" and draw(st.booleans()))
+    model = wrap(draw, nn.Sequential(inner, nn.Linear(width, 2, dtype=torch.float64)))
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    index = torch.randint(0, table, (draw(BATCHES), draw(st.integers(1, 3)), length), generator=seed)
     return Case(model.inner if isinstance(model, Strided) else model, (index,))
 
 
@@ -221,7 +284,10 @@ CASES: dict[type, st.SearchStrategy[Case]] = {
     AddMM: added_products(),
     Arithmetic: arithmetic(),
     Convolution: convolutions(),
+    TransposedConvolution: transposed_convolutions(),
+    PReLU: prelus(),
     Embedding: embeddings(),
+    EmbeddingBag: bags(),
     LayerNorm: normalizations(lambda draw, w: nn.LayerNorm(w, bias=draw(st.booleans())), False),
     RMSNorm: normalizations(lambda draw, w: nn.RMSNorm(w, eps=draw(st.sampled_from([None, 1e-3]))), False),
     GroupNorm: normalizations(lambda draw, w: nn.GroupNorm(draw(st.sampled_from([1, 2])), w), True),

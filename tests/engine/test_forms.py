@@ -4,11 +4,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dpscale.engine.rules import convolution, linear
+from dpscale.engine.rules.addition import Sum, total
+from dpscale.engine.rules.bag import Scattered
 from dpscale.engine.rules.convolution import Patches
 from dpscale.engine.rules.embedding import Rows
-from dpscale.engine.rules.forms import Dense, Drop, Stack, Widen, total
+from dpscale.engine.rules.forms import Dense, Drop, Stack, Widen
 from dpscale.engine.rules.linear import Outer
 
 
@@ -20,7 +24,7 @@ def randn(*shape):
 def forms(draw, samples=3):
     """Two forms of the same tensor, perhaps of different kinds."""
     torch.manual_seed(draw(st.integers(0, 2**16)))
-    kind = draw(st.sampled_from(["outer", "rows", "patches", "rows-of-kernels", "mixed"]))
+    kind = draw(st.sampled_from(["outer", "rows", "patches", "rows-of-kernels", "mixed", "tied", "scattered"]))
     t, i, o = (draw(st.integers(1, 9)) for _ in range(3))
     if kind == "outer":
         return [Outer(randn(samples, t, i), randn(samples, t, o)) for _ in range(2)]
@@ -32,7 +36,20 @@ def forms(draw, samples=3):
         shape, rest = torch.Size((o, 48, height, width)), ((down, across), (1, 2), (1, 1), 1)
         out = [(7 + 2 - height) // down + 1, (6 + 4 - width) // across + 1]
         return [Patches(randn(samples, 1, 48, 7, 6), randn(samples, 1, o, *out), shape, *rest) for _ in range(2)]
+    if kind == "scattered":
+        positions = draw(st.integers(0, 12))
+        return [
+            Scattered(
+                randn(samples, t, i), torch.randint(0, samples * t, (positions,)), randn(positions),
+                torch.randint(0, o, (positions,)), o, torch.Size((o, i)),
+            )
+            for _ in range(2)
+        ]  # fmt: skip
     rows = [Rows(torch.randint(0, o, (samples, t)), randn(samples, t, i), o) for _ in range(2)]
+    if kind == "tied":
+        s = draw(st.integers(1, 9))
+        outers = [Outer(randn(samples, s, i), randn(samples, s, o)) for _ in range(2)]
+        return draw(st.permutations([*rows, *outers]))
     return (
         rows
         if kind == "rows"
@@ -83,7 +100,61 @@ def test_gram_is_taken_where_it_is_cheaper():
     assert isinstance(Outer(randn(1, 2, 50), randn(1, 2, 50)).settle(), Outer)
 
 
+@given(data=st.data())
+def test_norms_by_pixels_are_those_of_the_gradients(data):
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
+    i, o, *kernel = (data.draw(st.integers(1, 3)) for _ in range(4))
+    stride, dilation, padding = (tuple(data.draw(st.integers(low, 2)) for _ in range(2)) for low in (1, 1, 0))
+    space = [8, 7]
+    out = [(space[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(2)]
+    x, g = randn(3, 1, i, *space), randn(3, 1, o, *out)
+    form = Patches(x, g, torch.Size((o, i, *kernel)), stride, padding, dilation, 1)
+    torch.testing.assert_close(form._norm2_by_pixels(), form.per_sample().flatten(1).square().sum(1))
+
+
 def test_kernel_rows_are_taken_where_they_pay():
     rest = (torch.Size((4, 48, 3, 3)), (1, 1), (1, 1), (1, 1), 1)
     settled = Patches(randn(2, 1, 48, 32, 32), randn(2, 1, 4, 32, 32), *rest).settle()
     assert isinstance(settled, Stack) and len(settled.slices) == 3
+
+
+def test_trap_04_a_tied_table_and_head_make_no_gradients_of_the_table_s_size():
+    rows = Rows(torch.randint(0, 50, (2, 3)), randn(2, 3, 40), 50)
+    tied = total([rows, Outer(randn(2, 3, 40), randn(2, 3, 50)), rows])
+    assert isinstance(tied, Sum) and len(tied.parts) == 2
+    with Largest() as largest:
+        tied.settle().norm2()
+    assert largest.numbers < 2 * 50 * 40
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e5])
+def test_a_table_and_head_that_cancel_cannot_hide_from_the_norm(size):
+    for seed in range(20):
+        torch.manual_seed(seed)
+        a, rest, head = size * torch.randn(1, 1, 50), torch.randn(1, 1, 50), torch.zeros(1, 1, 9)
+        head[..., 4] = 1.0
+        tied = total([Rows(torch.tensor([[4]]), rest - a, 9), Outer(a, head)])
+        assert isinstance(tied, Sum)
+        assert tied.weighted(torch.ones(1)).norm() <= tied.norm2().sqrt() * (1 + 1e-3)
+
+
+def test_images_of_one_size_join_without_gradients():
+    rest = (torch.Size((4, 3, 2)), (1,), (0,), (1,), 1)
+    one = Patches(randn(2, 1, 3, 5), randn(2, 1, 4, 4), *rest)
+    assert isinstance(total([one, one]), Patches)
+    assert isinstance(total([one, Patches(randn(2, 1, 3, 7), randn(2, 1, 4, 6), *rest)]), Dense)
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                self.numbers = max(self.numbers, t.numel())
+        return out

@@ -11,7 +11,7 @@ import dpscale
 from dpscale.engine.reference import per_sample_gradients
 from dpscale.engine.rules import RULES
 
-from .cases import CASES, SCALINGS, check_equal, loss_fn
+from .cases import CASES, SCALINGS, Raw, check_equal, loss_fn
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -85,3 +85,12 @@ def test_one_sample_stays_within_the_bound(rule, dtype):
             assert released <= scaling.bound * (1 + 1e-5)
 
     check()
+
+
+@pytest.mark.parametrize("operation", [torch.mul, torch.add, lambda x, p: torch.addmm(p, x, x.new_ones(4, 4))])
+def test_a_parameter_may_be_a_single_number(operation):
+    model, x = Raw(operation, ()), torch.randn(5, 4, dtype=torch.float64)
+    out = dpscale.scaled_sum(model, loss_fn, (x,), SCALINGS[3])
+    gradients = per_sample_gradients(model, loss_fn, (x,))["p.0"]
+    torch.testing.assert_close(out.norms, gradients.abs())
+    torch.testing.assert_close(out.grads["p.0"], (out.weights * gradients).sum())

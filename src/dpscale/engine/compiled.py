@@ -1,11 +1,11 @@
 """The same computation traced whole, compiled, and on CUDA replayed as one graph, at a fixed physical shape.
 
-Forward, backward, norms, weights and sums are traced together into one graph of tensor operations, which the compiler can
-fuse across all of them. Poisson sampling never changes the shape (batches are padded and masked), so one trace serves
-a whole run.
+Forward, backward, norms, weights and sums are traced together into one graph of tensor operations, which the compiler
+can fuse across all of them. Poisson sampling never changes the shape (batches are padded and masked), so one trace
+serves a whole run.
 
-What a graph cannot have is a branch on values. The second look at samples whose gradients are not finite is left to the eager
-path: the graph says whether it was needed, and the caller then asks there.
+What a graph cannot have is a branch on values. The second look at samples whose gradients are not finite is left to
+the eager path: the graph says whether it was needed, and the caller then asks there.
 """
 
 import logging
@@ -71,24 +71,34 @@ class Compiled:
         self._tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         constants = list(leaves)
 
-        def step(values: list[Tensor], data: list[Tensor], mask: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+            values, (*data, mask) = inputs[: len(self._names)], inputs[len(self._names) :]
             put = dict(zip(self._tensors, data, strict=True))
             whole = tree_unflatten([put.get(k, leaf) for k, leaf in enumerate(constants)], self._spec)
             captures, grads, losses = evaluate(dict(zip(self._names, values, strict=True)), whole, mask)
             with torch.no_grad():
                 out, finite = weigh(gradients(captures, grads), rule, mask, parameters)
-            return list(out.grads.values()), [out.norms, out.weights, out.ignored, losses, finite]
+            return *out.grads.values(), out.norms, out.weights, out.ignored, losses, finite
 
         data = [leaves[k] for k in self._tensors]
-        graph = make_fx(step)(self._values(), data, mask)
-        self._run: Callable[..., Any] = torch.compile(graph, dynamic=False, fullgraph=True)
+        graph = make_fx(step)(*self._values(), *data, mask)
+        # Tensors that are no inputs (buffers, frozen parameters) are held by reference: as buffers of the graph they
+        # follow whoever updates them in place.
+        for name, t in [(n, t) for n, t in vars(graph).items() if isinstance(t, Tensor)]:
+            delattr(graph, name)
+            graph.register_buffer(name, t)
+        from torch._inductor.compile_fx import compile_fx  # slow to import, and eager users never need it
+
+        with torch.no_grad():
+            compiled: Any = compile_fx(graph, [*self._values(), *data, mask])
+        self._run: Callable[..., Any] = compiled
         self._replay: Callable[[], Any] | None = None
         self._static: list[Tensor] = []
         with torch.no_grad():
             if mask.is_cuda:
                 self._capture_graph(data, mask)
             else:
-                self._run(self._values(), data, mask)
+                self._run(*self._values(), *data, mask)
 
     def __call__(self, batch: Any, mask: Tensor) -> Answer:
         """One step on a batch of the example's shape."""
@@ -96,12 +106,13 @@ class Compiled:
         data = [leaves[k] for k in self._tensors]
         with torch.no_grad():
             if self._replay is None:
-                grads, rest = self._run(self._values(), data, mask)
+                outputs = self._run(*self._values(), *data, mask)
             else:
                 for buffer, t in zip(self._static, [*data, mask], strict=True):
                     buffer.copy_(t, non_blocking=True)
-                grads, rest = self._replay()
-        return Answer(dict(zip(self._names, grads, strict=True)), *rest)
+                outputs = self._replay()
+        grads = dict(zip(self._names, outputs, strict=False))
+        return Answer(grads, *outputs[len(grads) :])
 
     def _values(self) -> list[Tensor]:
         return [p.detach() for p in self._parameters.values()]
@@ -109,17 +120,17 @@ class Compiled:
     def _capture_graph(self, data: list[Tensor], mask: Tensor) -> None:
         """Record the compiled step once as a CUDA graph over buffers of its own; parameters are read where they are."""
         self._static = [t.clone() for t in (*data, mask)]
-        inputs, static_mask, values = self._static[:-1], self._static[-1], self._values()
+        inputs = [*self._values(), *self._static]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):  # compiles, then lets libraries choose their kernels, outside of the recording
-                self._run(values, inputs, static_mask)
+                self._run(*inputs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                outputs = self._run(values, inputs, static_mask)
+                outputs = self._run(*inputs)
         except RuntimeError as error:  # an operation that cannot be recorded: compiled, but launched one by one
             log.info("dpscale: not replayed as a CUDA graph (%s)", str(error).splitlines()[0])
             return

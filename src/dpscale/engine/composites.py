@@ -92,7 +92,8 @@ def _layer(
     step: Step, x_TBI: Tensor, state: State, params: Sequence[Tensor], biases: bool, backwards: bool
 ) -> tuple[Tensor, State]:
     """One direction of one layer: the hidden states of all steps, and the last state."""
-    w_ih, w_hh, b_ih, b_hh = params[:4] if biases else (*params[:2], None, None)
+    w_ih, w_hh = params[:2]
+    b_ih, b_hh = params[2:4] if biases else (None, None)
     project = params[-1] if len(params) % 2 else None
     gates_TBG = F.linear(x_TBI, w_ih, b_ih)
     outs = []

@@ -144,6 +144,7 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
         return _Record(probe.seen, [t for t in tree_leaves(out) if isinstance(t, Tensor)], buffers)
 
     probe = some(batch, SAMPLES)
+    record(probe)  # a first run may do more than later ones: LSTMs look over their weights, caches are filled
     while True:  # to know one expansion is to see differently what follows it, so they are found one by one
         few, base = record(some(batch, FEWER)), record(probe)
         _check_same_operations(few, base)

@@ -1,6 +1,8 @@
 """One rule per family of operations; what has none goes to the generic rule."""
 
+from dpscale.engine.rules.activation import PReLU
 from dpscale.engine.rules.arithmetic import Arithmetic
+from dpscale.engine.rules.bag import EmbeddingBag
 from dpscale.engine.rules.base import Call as Call
 from dpscale.engine.rules.base import Rule as Rule
 from dpscale.engine.rules.convolution import Convolution
@@ -9,18 +11,22 @@ from dpscale.engine.rules.forms import Form as Form
 from dpscale.engine.rules.linear import Linear
 from dpscale.engine.rules.matmul import AddMM, MatMul
 from dpscale.engine.rules.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from dpscale.engine.rules.transposed import TransposedConvolution
 
 RULES: tuple[Rule, ...] = (
     Linear(),
     MatMul(),
     AddMM(),
     Convolution(),
+    TransposedConvolution(),
     Embedding(),
+    EmbeddingBag(),
     LayerNorm(),
     RMSNorm(),
     GroupNorm(),
     InstanceNorm(),
     Arithmetic(),
+    PReLU(),
 )
 """Every rule. Adding one here makes the conformance tests demand cases for it."""
 

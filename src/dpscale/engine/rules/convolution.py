@@ -10,7 +10,7 @@ C/groups · ∏kernel.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Dense, Form, Stack, wide
+from dpscale.engine.rules.forms import Change, Dense, Form, Stack, slack, wide
 from dpscale.engine.rules.linear import CHUNK, Outer
+
+SMALL = 1 << 23
+"""Per-sample gradients of no more numbers than this are always worth holding."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,31 @@ class Patches(Form):
         positions = self.x.shape[1] * math.prod(self.g.shape[3:])
         return positions * self.x.shape[2] * math.prod(self.weight_shape[2:])
 
-    def settle(self) -> Form:
-        """The gradients themselves where positions are many and the weight small: no second pass over the input."""
+    @property
+    def _costs(self) -> tuple[float, float, float]:
+        """Multiplications per sample: the gradients, the norm by patches, the norm by pixels; copies count eightfold."""
         positions = self.x.shape[1] * math.prod(self.g.shape[3:])
         inputs, outputs = math.prod(self.weight_shape[1:]), self.weight_shape[0] // self.groups
-        numbers = len(self.x) * max(self._patch_numbers, math.prod(self.weight_shape))
-        if positions * (inputs + outputs) <= inputs * outputs or numbers > CHUNK:
+        gradients = positions * inputs * outputs * self.groups
+        patches = min(gradients, positions**2 * (inputs + outputs) * self.groups) + 8 * self._patch_numbers
+        pixels = math.inf
+        if self.groups == self.x.shape[1] == 1 and len(self.stride) == 2:
+            area, kernel = math.prod(self.x.shape[3:]), math.prod(self.weight_shape[2:])
+            pixels = area**2 * self.x.shape[2] + positions**2 * (outputs + 4 * kernel)
+        return gradients + 8 * self._patch_numbers, patches, pixels
+
+    def settle(self) -> Form:
+        """The gradients themselves where they are cheap and no larger than what is held: the sum is then free."""
+        numbers = len(self.x) * math.prod(self.weight_shape)
+        gradients, patches, pixels = self._costs
+        product = gradients - 8 * self._patch_numbers  # an ordinary weight gradient, which keeping the gradients saves
+        if numbers > max(self.x.numel() + self.g.numel(), SMALL) or gradients > min(patches, pixels) + product:
             return self
         plane = len(self.stride) == 2 and self.groups == self.x.shape[1] == self.dilation[0] == self.dilation[1] == 1
         wide_rows = self.weight_shape[1] * self.weight_shape[-1] >= 48  # below, the products are too small to pay
-        return self._by_kernel_rows() if plane and wide_rows else Dense(self.per_sample())
+        if plane and wide_rows:
+            return self._by_kernel_rows()
+        return Dense(self.per_sample()) if len(self.x) * self._patch_numbers <= CHUNK else self
 
     def _by_kernel_rows(self) -> Form:
         """The gradients in 2d, a kernel row at a time: only columns are unfolded, so a kernel-height-th is copied.
@@ -57,24 +75,52 @@ class Patches(Form):
         Input rows of one residue modulo the stride lie together in the copy, so that the rows which kernel row i meets
         are one block: (B, stride, C, kernel width, height/stride, L2).
         """
-        (down, across), (_, _, height, width) = self.stride, self.weight_shape
-        x = wide(self.x).squeeze(1)
-        uneven = -(x.shape[2] + 2 * self.padding[0]) % down
-        x = F.pad(x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0] + uneven))
-        x = x.unflatten(2, (-1, down)).unfold(4, width, across).permute(0, 3, 1, 5, 2, 4).contiguous()
-        g = wide(self.g).squeeze(1).flatten(2)
-        rows = []
-        for i in range(height):
-            block = x[:, i % down, :, :, i // down : i // down + self.g.shape[3]]
-            product = torch.bmm(g, block.flatten(1, 2).flatten(2).mT)
-            rows.append(Dense(product.unflatten(2, (-1, width))))
-        return Stack(tuple(rows), 2)
+        (down, across), (_, channels, height, width) = self.stride, self.weight_shape
+        uneven = -(self.x.shape[3] + 2 * self.padding[0]) % down
+        step = max(1, CHUNK // 2 // (channels * width * self.x.shape[3] * self.g.shape[4]))
+        rows: list[list[Tensor]] = [[] for _ in range(height)]
+        for k in range(0, len(self.x), step):
+            x = wide(self.x[k : k + step]).squeeze(1)
+            x = F.pad(x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0] + uneven))
+            x = x.unflatten(2, (-1, down)).unfold(4, width, across).permute(0, 3, 1, 5, 2, 4).contiguous()
+            g = wide(self.g[k : k + step]).squeeze(1).flatten(2)
+            for i in range(height):
+                block = x[:, i % down, :, :, i // down : i // down + self.g.shape[3]]
+                rows[i].append(torch.bmm(g, block.flatten(1, 2).flatten(2).mT))
+        return Stack(tuple(Dense(torch.cat(parts).unflatten(2, (-1, width))) for parts in rows), 2)
 
     def norm2(self) -> Tensor:
-        """Per group, the norm of the outer-product form over patches, a chunk of samples at a time."""
+        """By pixels on small maps; else, per group, by the outer products over patches, in chunks of samples."""
+        _, patches, pixels = self._costs
+        area = max(math.prod(self.x.shape[3:]), math.prod(self.g.shape[3:]))
+        if pixels <= patches and len(self.x) * area**2 <= CHUNK:
+            return self._norm2_by_pixels()
         step = max(1, CHUNK // self._patch_numbers)
         parts = [self._slice(k, k + step)._outer().norm2() for k in range(0, len(self.x), step)]
         return torch.cat(parts).view(-1, self.groups).sum(1)
+
+    def _norm2_by_pixels(self) -> Tensor:
+        """The Gram identity without patches: a_l·a_m = Σ_k x[l+k]·x[m+k], shifted windows of the pixels' Gram matrix."""
+        x, g = wide(self.x).squeeze(1), wide(self.g).squeeze(1)
+        (height, width), (rows, columns) = x.shape[2:], g.shape[2:]
+        pixels = torch.bmm(x.flatten(2).mT, x.flatten(2)).view(-1, height, width, height, width)
+        down, across = self.padding
+        pixels = F.pad(pixels, (across, across, down, down) * 2)
+
+        def windows(offset: int, dim: int, count: int) -> slice:
+            start = offset * self.dilation[dim]
+            return slice(start, start + self.stride[dim] * (count - 1) + 1, self.stride[dim])
+
+        gram = torch.zeros((), dtype=x.dtype, device=x.device)
+        for i in range(self.weight_shape[2]):
+            for j in range(self.weight_shape[3]):
+                r, c = windows(i, 0, rows), windows(j, 1, columns)
+                gram = gram + pixels[:, r, c, r, c]
+        gram_a = gram.reshape(len(x), rows * columns, rows * columns)
+        gram_g = torch.bmm(g.flatten(2).mT, g.flatten(2))
+        diagonals = (m.diagonal(dim1=1, dim2=2).clamp(min=0) for m in (gram_a, gram_g))
+        sizes = torch.stack(list(diagonals)).prod(0).sqrt()
+        return (gram_a * gram_g).sum((1, 2)).clamp(min=0) + slack(sizes)
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One ordinary weight gradient, at the output gradient weighted per sample."""
@@ -104,6 +150,20 @@ class Patches(Form):
         """Change input and output gradient."""
         return replace(self, x=change(self.x), g=change(self.g))
 
+    def join(self, other: Form) -> "Patches | None":
+        """More images of the same sample, where both uses see images of one size."""
+        if type(other) is not type(self) or not isinstance(other, Patches):
+            return None
+        if self._setting() != other._setting():
+            return None
+        x = torch.cat([wide(self.x), wide(other.x)], 1)
+        return replace(self, x=x, g=torch.cat([wide(self.g), wide(other.g)], 1))
+
+    def _setting(self) -> tuple[Any, ...]:
+        """All but the operands, and of them the sizes."""
+        rest = [getattr(self, f.name) for f in fields(self) if f.name not in ("x", "g")]
+        return (self.x.shape[2:], self.g.shape[2:], *rest)
+
     def _slice(self, start: int, stop: int) -> "Patches":
         return replace(self, x=self.x[start:stop], g=self.g[start:stop])
 
@@ -116,6 +176,7 @@ class Patches(Form):
         for d in range(space):  # a view (B·K, C, *L, *kernel): nothing is copied until the reshape
             reach = self.dilation[d] * (self.weight_shape[2 + d] - 1) + 1
             x = x.unfold(2 + d, reach, self.stride[d])[..., :: self.dilation[d]]
+            x = x.narrow(2 + d, 0, self.g.shape[3 + d])  # a transposed convolution's padding may make room for more
         x = x.unflatten(0, (samples, images)).unflatten(2, (self.groups, -1))  # (B, K, G, C/G, *L, *kernel)
         positions, kernel = range(4, 4 + space), range(4 + space, 4 + 2 * space)
         # Positions last: they lie side by side in memory, so the copy runs along them.
@@ -141,8 +202,8 @@ class Convolution(Rule):
         weight, g_rows = call.arguments["weight"], call.rows(g)
         space = weight.ndim - 2
         if "weight" in call.wanted:
-            stride = _per_dim(call.get("stride", 1), space)
-            dilation = _per_dim(call.get("dilation", 1), space)
+            stride = per_dim(call.get("stride", 1), space)
+            dilation = per_dim(call.get("dilation", 1), space)
             x = call.rows(call.arguments["input"])
             x, padding = _padded(x, call.get("padding", 0), dilation, weight.shape[2:])
             groups = call.get("groups", 1)
@@ -151,7 +212,7 @@ class Convolution(Rule):
             yield "bias", Dense(wide(g_rows).transpose(1, 2).flatten(2).sum(2))
 
 
-def _per_dim(value: Any, dims: int) -> tuple[int, ...]:
+def per_dim(value: Any, dims: int) -> tuple[int, ...]:
     """One number per dimension, from a number or a sequence of one or of all."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
     return values * dims if len(values) == 1 else values
@@ -160,7 +221,7 @@ def _per_dim(value: Any, dims: int) -> tuple[int, ...]:
 def _padded(x: Tensor, padding: Any, dilation: Sequence[int], kernel: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
     """Resolve 'same' and 'valid'. An even reach makes 'same' uneven: then the input is padded by the odd cell."""
     if not isinstance(padding, str):
-        return x, _per_dim(padding, len(kernel))
+        return x, per_dim(padding, len(kernel))
     if padding == "valid":
         return x, (0,) * len(kernel)
     totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]

@@ -6,6 +6,7 @@ share a row, so the squared norm is Σ_{t,t'} [index_t = index_t'] g_t·g_t'.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.rules.base import Call, Rule
 from dpscale.engine.rules.forms import Change, Form, slack, wide
+from dpscale.engine.rules.linear import Outer
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,8 @@ class Rows(Form):
     def norm2(self) -> Tensor:
         """Sum the positions that share a row, then square."""
         g = wide(self.g_BTD)
-        # Slot of position t: the first position of the same sample with the same index. No table-sized buffer.
-        same = self.index_BT.unsqueeze(2) == self.index_BT.unsqueeze(1)
-        first = same.to(torch.uint8).argmax(2)
-        summed = torch.zeros_like(g).scatter_add_(1, first.unsqueeze(2).expand_as(g), g)
+        slot_BT = slots(self.index_BT)
+        summed = torch.zeros_like(g).scatter_add_(1, slot_BT.unsqueeze(2).expand_as(g), g)
         return summed.square().sum((1, 2)) + slack(torch.linalg.vector_norm(g, dim=2))
 
     def weighted(self, weights_B: Tensor) -> Tensor:
@@ -54,6 +54,21 @@ class Rows(Form):
         index = torch.cat([self.index_BT, other.index_BT], 1)
         return Rows(index, torch.cat([wide(self.g_BTD), wide(other.g_BTD)], 1), self.table)
 
+    def crosses(self, other: Form) -> bool:
+        """With the outer products of a head that is tied to the table."""
+        return isinstance(other, Outer)
+
+    def cross(self, other: Form) -> Tensor:
+        """2⟨Σ_t e(index_t) g_tᵀ, Σ_s h_s a_sᵀ⟩ = 2 Σ_{t,s} h_s[index_t] · (g_t·a_s): T·S numbers, not V·D."""
+        assert isinstance(other, Outer)
+        g_BTD, a_BSD, h_BSV = wide(self.g_BTD), wide(other.a_BTI), wide(other.g_BTO)
+        index = self.index_BT.unsqueeze(1).expand(-1, a_BSD.shape[1], -1)
+        product = (torch.bmm(a_BSD, g_BTD.mT) * h_BSV.gather(2, index)).sum((1, 2))
+        # The two may cancel each other: the rounding of the larger terms is then as large as what is left.
+        table = torch.linalg.vector_norm(g_BTD, dim=2).sum(1)
+        head = (torch.linalg.vector_norm(a_BSD, dim=2) * torch.linalg.vector_norm(h_BSV, dim=2)).sum(1)
+        return 2 * product + slack(torch.stack([table, head], 1))
+
 
 class Embedding(Rule):
     """The rule of `torch.embedding`, which `torch.nn.functional.embedding` and `torch.nn.Embedding` call."""
@@ -65,10 +80,7 @@ class Embedding(Rule):
     def accepts(self, call: Call) -> bool:
         """The batch must be in the indices' own dimensions. Scaling by frequency counts over the batch: refused."""
         if call.get("scale_grad_by_freq", False):
-            raise UnsupportedModel(
-                "embedding with scale_grad_by_freq=True divides one sample's gradient by how often its tokens occur "
-                "in the whole batch, so samples are coupled. Build the Embedding without scale_grad_by_freq."
-            )
+            refuse_scaling_by_frequency("embedding", "Embedding")
         return bool(call.layout.dim < call.arguments["input"].ndim)
 
     def forms(self, call: Call, g: Tensor) -> Iterator[tuple[str, Form]]:
@@ -80,3 +92,21 @@ class Embedding(Rule):
         if padding is not None and padding >= 0:
             g_BTD = g_BTD.masked_fill((index_BT == padding).unsqueeze(2), 0)
         yield "weight", Rows(index_BT, g_BTD, table)
+
+
+def slots(index_BT: Tensor) -> Tensor:
+    """(B, T): positions of a row get the same number below T exactly if they have the same index.
+
+    The number is the rank of the index among the row's: no buffer of the table's size, and no T² comparisons.
+    """
+    ordered, position = index_BT.sort(1)
+    rank = ordered.diff(dim=1, prepend=ordered[:, :1]).ne(0).cumsum(1)
+    return torch.empty_like(position).scatter_(1, position, rank)
+
+
+def refuse_scaling_by_frequency(function: str, module: str) -> NoReturn:
+    """Counting over the batch couples the samples."""
+    raise UnsupportedModel(
+        f"{function} with scale_grad_by_freq=True divides one sample's gradient by how often its tokens occur in the "
+        f"whole batch, so samples are coupled. Build the {module} without scale_grad_by_freq."
+    )

@@ -8,9 +8,7 @@ Shape suffixes: B samples, T positions of one sample, I inputs, O outputs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -44,8 +42,16 @@ class Form(ABC):
         return self
 
     def join(self, other: "Form") -> "Form | None":
-        """One form for the sum of the two, or None where only the gradients themselves can be added."""
+        """One form for the sum of the two, or None where there is none."""
         return None
+
+    def crosses(self, other: "Form") -> bool:
+        """Whether `cross` is known for forms that cannot be joined."""
+        return False
+
+    def cross(self, other: "Form") -> Tensor | None:
+        """Twice the inner product with the other's gradients, rounding counted in, (B,); None for 0."""
+        raise NotImplementedError
 
 
 class Change(ABC):
@@ -140,11 +146,6 @@ def slack(sizes_BT: Tensor) -> Tensor:
     an upper bound of what is released; where nothing cancels it is a few units in the last place.
     """
     return 4 * torch.finfo(sizes_BT.dtype).eps * sizes_BT.sum(1).square()
-
-
-def total(forms: Sequence[Form]) -> Form:
-    """One form for the sum of several uses of the same tensor, cross terms included."""
-    return reduce(lambda a, b: a.join(b) or Dense(a.per_sample() + b.per_sample()), forms)
 
 
 def wide(t: Tensor) -> Tensor:

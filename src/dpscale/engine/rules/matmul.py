@@ -1,7 +1,7 @@
 """`matmul`, `mm`, `addmm`: y = x W (+ b) with the matrix on the right, as Hugging Face's Conv1D and raw code write it.
 
-Sample i's gradient of W is Σ_t a_t g_tᵀ over its positions t: that of `linear`, transposed, so an `Outer` whose operands
-have changed places. A parameter on the left, or one that is not a matrix, goes to the generic rule.
+Sample i's gradient of W is Σ_t a_t g_tᵀ over its positions t: that of `linear`, transposed, so an `Outer` whose
+operands have changed places. A parameter on the left, or one that is not a matrix, goes to the generic rule.
 """
 
 from collections.abc import Iterator, Mapping

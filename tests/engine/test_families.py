@@ -1,0 +1,331 @@
+"""Every family of models × precision × scaling rule × way of running, against the oracle."""
+
+import contextlib
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_leaves, tree_map
+
+import dpscale
+from dpscale.engine import inspection
+from dpscale.engine.reference import per_sample_gradients
+
+from .cases import SCALINGS, loss_fn
+from .families import (
+    FAMILIES,
+    Family,
+    Of,
+    attention,
+    bert,
+    checkpointed,
+    classes,
+    classifier_loss,
+    encoder_layer,
+    floats,
+    gpt2,
+    language_loss,
+    lora,
+    make,
+    recurrent,
+    text,
+)
+
+WAYS = {"eager": dpscale.scaled_sum}
+"""How to compute a scaled sum: ``(model, loss_fn, batch, rule) -> ScaledSum``."""
+
+PRECISIONS = {
+    "float64": (torch.float64, 1e-9),
+    "float32": (torch.float32, 1e-4),
+    "bf16-autocast": (torch.float32, 5e-2),
+}
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@cache
+def prepared(family, precision):
+    """(model, loss, batch of four, its per-sample gradients by the oracle), made once for all rules and ways."""
+    dtype, _ = PRECISIONS[precision]
+    what = FAMILIES[family]
+
+    def loss(model, batch):
+        auto = torch.autocast("cpu", torch.bfloat16) if "autocast" in precision else contextlib.nullcontext()
+        with auto:
+            return what.loss(model, batch).to(dtype)
+
+    model = make(what, dtype)
+    batch = tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, what.batch(4))
+    return model, loss, batch, per_sample_gradients(model, loss, batch)
+
+
+def released(out):
+    return torch.cat([g.double().flatten() for g in out.grads.values()]).norm().item()
+
+
+@every_family
+@every_precision
+@pytest.mark.parametrize("rule", SCALINGS, ids=lambda r: type(r).__name__)
+@every_way
+def test_equals_oracle_and_stays_within_the_bound(family, precision, rule, way):
+    (dtype, rtol), (model, loss, batch, gradients) = PRECISIONS[precision], prepared(family, precision)
+    norms = torch.stack([g.double().flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
+    assert norms.min() > 1e-3, "the example has no gradient to speak of"
+    out = WAYS[way](model, loss, batch, rule)
+    assert set(out.grads) == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert {t.dtype for t in (out.norms, *out.grads.values())} == {dtype}
+    torch.testing.assert_close(out.norms.double(), norms, rtol=rtol, atol=rtol * norms.max().item())
+    weights = rule.weight(norms)
+    for name, g in gradients.items():
+        expected = torch.einsum("b,b...->...", weights, g.double())
+        torch.testing.assert_close(out.grads[name].double(), expected, rtol=rtol, atol=rtol * rule.bound, msg=name)
+    for i in range(2):
+        one = WAYS[way](model, loss, tree_map(lambda t, i=i: t[i : i + 1], batch), rule)
+        assert released(one) <= rule.bound * (1 + 1e-5)
+
+
+@every_family
+def test_every_parameter_that_plain_training_trains_is_trained(family):
+    """Trap 16: parameters that a library does not understand must not silently stay as they are."""
+    model, loss, batch, gradients = prepared(family, "float64")
+    out = dpscale.scaled_sum(model, loss, batch, SCALINGS[0])
+    assert {n for n, g in out.grads.items() if g.any()} == {n for n, g in gradients.items() if g.any()}
+
+
+# Recurrent networks
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_layers": 3, "bidirectional": True},
+        {"num_layers": 2, "bias": False, "time_first": True, "last": True},
+        {"bidirectional": True, "last": True},
+    ],
+    ids=str,
+)
+def test_recurrent_networks_equal_the_oracle(kind, options):
+    check(Family(lambda: recurrent(kind, **options), floats(5, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_lstm_with_a_projection():
+    check(Family(lambda: recurrent(nn.LSTM, proj_size=2, num_layers=2, bidirectional=True), floats(5, 3)))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_given_first_state_may_depend_on_data_and_on_parameters(kind):
+    class Started(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.first = kind(3, 4, batch_first=True), nn.Parameter(torch.zeros(1, 1, 4))
+            self.start = nn.Linear(3, 4)
+
+        def forward(self, x):
+            h, c = self.start(x[:, 0]).unsqueeze(0), self.first.expand(-1, len(x), -1)
+            return self.net(x, (h, c) if kind is nn.LSTM else h + c)[0]
+
+    check(Family(Started, floats(5, 3)))
+
+
+@pytest.mark.parametrize("family", ["lstm", "gru", "rnn", "cells"])
+def test_recurrent_weights_go_by_the_rule_of_linear(family):
+    """Neither the generic rule, nor copies of the default state for each sample."""
+    model, loss, batch, _ = prepared(family, "float64")
+    blueprint = inspection.inspect(model, dict(model.named_parameters()), lambda b: loss(model, b), batch)
+    used = {(s.kind, type(s.rule).__name__) for s in blueprint.sites if s.kind != "plain"}
+    assert used == {("rows", "Linear")}
+
+
+def test_packed_sequences_are_refused():
+    def run(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), 5), batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.net(packed)[0], batch_first=True)[0]
+
+    model = Of(run, net=nn.LSTM(3, 4, batch_first=True)).double()
+    with pytest.raises(dpscale.UnsupportedModel, match=r"lstm got a PackedSequence.*Pass the padded tensor"):
+        dpscale.scaled_sum(model, loss_fn, floats(5, 3)(4), SCALINGS[0])
+
+
+# What draws random numbers, or keeps state, cannot be compared sample by sample: compare with the whole batch's losses
+
+
+def check(family, seed=7):
+    """The engine against autograd on each loss of one batched forward: the same random numbers and buffers."""
+    model, batch, rule = make(family), family.batch(4), SCALINGS[3]
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    state = [b.clone() for b in model.buffers()]
+
+    def again():
+        torch.manual_seed(seed)
+        for b, old in zip(model.buffers(), state, strict=True):
+            b.data.copy_(old)
+
+    again()
+    losses = family.loss(model, batch)
+    each = [torch.autograd.grad(v, list(parameters.values()), retain_graph=True, allow_unused=True) for v in losses]
+    rows = [
+        [torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), gs, strict=True)] for gs in each
+    ]
+    gradients = {n: torch.stack([r[k] for r in rows]) for k, n in enumerate(parameters)}
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
+    again()
+    out = dpscale.scaled_sum(model, family.loss, batch, rule)
+    torch.testing.assert_close(out.losses, losses.detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(out.norms, norms, rtol=1e-9, atol=1e-9 * norms.max().item())
+    for name, g in gradients.items():
+        expected = torch.einsum("b,b...->...", rule.weight(norms), g)
+        torch.testing.assert_close(out.grads[name], expected, rtol=1e-9, atol=1e-9, msg=name)
+
+
+DROPPING = {
+    "lstm": Family(lambda: recurrent(nn.LSTM, num_layers=3, dropout=0.5, bidirectional=True), floats(5, 3)),
+    "gru": Family(lambda: recurrent(nn.GRU, num_layers=2, dropout=0.5, time_first=True), floats(5, 3)),
+    "attention": Family(
+        lambda: Of(attention, net=nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True)), floats(5, 4)
+    ),
+    "encoder": Family(lambda: nn.TransformerEncoder(encoder_layer(dropout=0.3), 2), floats(5, 4)),
+    "encoder, time first": Family(
+        lambda: Of(
+            lambda s, x: s.net(x.transpose(0, 1)).transpose(0, 1), net=encoder_layer(dropout=0.3, batch_first=False)
+        ),
+        floats(5, 4),
+    ),
+    "gpt2": Family(lambda: gpt2(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2), text, language_loss),
+    "bert": Family(lambda: bert(hidden_dropout_prob=0.2), classes(text), classifier_loss),
+    "lora": Family(lambda: lora(gpt2(), ["c_attn"], fan_in_fan_out=True, lora_dropout=0.3), text, language_loss),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_is_drawn_as_torch_draws_it(name):
+    check(DROPPING[name])
+
+
+def test_spectral_norm_updates_its_buffers_from_parameters_alone():
+    """Power iteration in the forward changes buffers in train mode; no sample is in them, so it is no leak."""
+
+    def build():
+        return nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 2))
+
+    check(Family(build, floats(4)))
+
+
+# Activation checkpointing
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_regions_equal_plain_ones(reentrant):
+    family = Family(lambda: checkpointed(None), floats(5, 3))
+    plain = make(family)
+    model = checkpointed(reentrant).double()
+    model.load_state_dict(plain.state_dict())
+    batch = family.batch(4)
+    expected = dpscale.scaled_sum(plain, loss_fn, batch, SCALINGS[3])
+    out = dpscale.scaled_sum(model, loss_fn, batch, SCALINGS[3])
+    assert all(torch.equal(out.grads[n], g) for n, g in expected.grads.items()) and torch.equal(
+        out.norms, expected.norms
+    )
+
+
+def test_checkpointing_works_as_before_outside_of_the_engine():
+    """Regions run twice again once the engine is done, also after a forward that raised."""
+    model, ran = checkpointed(False).double(), []
+    model.b.register_forward_pre_hook(lambda *_: ran.append(1))
+    x = floats(5, 3)(4)
+    dpscale.scaled_sum(model, loss_fn, x, SCALINGS[0])
+    with pytest.raises(ZeroDivisionError):
+        dpscale.scaled_sum(model, lambda m, b: m(b[0]) / (1 // 0), x, SCALINGS[0])
+    ran.clear()
+    loss_fn(model, x).sum().backward()
+    assert len(ran) == 2
+
+
+def test_gradient_checkpointing_of_hugging_face_models():
+    def build():
+        model = gpt2(use_cache=False)
+        model.gradient_checkpointing_enable()
+        return model
+
+    check(Family(build, text, language_loss))
+
+
+# Precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["lstm", "encoder", "gpt2", "resnet9"])
+def test_models_in_low_precision_stay_within_the_bound(family, dtype):
+    what = FAMILIES[family]
+    model = make(what, dtype)
+    batch = tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, what.batch(2))
+
+    def loss(m, b):
+        return what.loss(m, b).float()
+
+    for rule in SCALINGS:
+        out = dpscale.scaled_sum(model, loss, batch, rule)
+        assert {t.dtype for t in tree_leaves((out.norms, out.grads))} == {torch.float32} and out.norms.min() > 0
+        one = dpscale.scaled_sum(model, loss, tree_map(lambda t: t[:1], batch), rule)
+        assert 0 < released(one) <= rule.bound * (1 + 1e-5)
+
+
+def autocast(loss):
+    def run(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch).float()
+
+    return run
+
+
+def test_operations_without_a_rule_are_replayed_under_the_autocast_they_ran_under():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.mix = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4, 4))
+
+        def forward(self, x):
+            h = self.first(x)
+            return torch.einsum("bi,ijk,bk->bj", h, self.mix, h)
+
+    torch.manual_seed(0)
+    model, (x,) = Mixed(), floats(4)(4)
+    loss = autocast(loss_fn)
+    out = dpscale.scaled_sum(model, loss, (x.float(),), dpscale.Clip(C=torch.inf))
+    gradients = per_sample_gradients(model, loss, (x.float(),))
+    for name, g in gradients.items():
+        torch.testing.assert_close(out.grads[name], g.sum(0), rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_around_the_call_finds_no_casts_of_the_inspection():
+    """Autocast remembers the weights it has cast; those of the inspection must not be there after an update."""
+    model, (x,) = nn.Linear(4, 2, bias=False), floats(4)(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        dpscale.scaled_sum(model, loss_fn, (x.float(),), SCALINGS[0])
+        model.weight.data.zero_()
+        assert not model(x.float()).any()
+
+
+@pytest.mark.xfail(reason="gradients() and combine() run under the caller's autocast: norms in bfloat16", strict=False)
+@pytest.mark.parametrize("family", ["gpt2", "resnet9", "lstm"])
+def test_autocast_around_the_call_does_not_reach_the_norms(family):
+    what = FAMILIES[family]
+    model = make(what, torch.float32)
+    batch = tree_map(lambda t: t.float() if t.is_floating_point() else t, what.batch(3))
+
+    def loss(m, b):
+        return what.loss(m, b).float()
+
+    inside = dpscale.scaled_sum(model, autocast(what.loss), batch, SCALINGS[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        around = dpscale.scaled_sum(model, loss, batch, SCALINGS[0])
+        ones = [(rule, dpscale.scaled_sum(model, loss, tree_map(lambda t: t[:1], batch), rule)) for rule in SCALINGS]
+    torch.testing.assert_close(around.norms, inside.norms, rtol=1e-5, atol=0)
+    for rule, one in ones:
+        assert released(one) <= rule.bound * (1 + 1e-5)
