@@ -4,10 +4,10 @@
     python benchmarks/step.py --device cuda --tasks all --precision tf32
     python benchmarks/step.py --device cuda --tasks gpt2,vit-s16 --precision bf16 --json results.json
 
-Every row is a whole step (forward, backward, scaling, noise, SGD update) on the same batch. The contenders take turns, round
-by round, so that a busy machine slows them all alike; a ratio is the median over rounds of the time relative to the
-same round of the compiled (or, without it, the eager) plain step. Peak memory is the CUDA allocator's, the model and batch included.
-Cold start is the time of the first step.
+Every row is a whole step (forward, backward, scaling, noise, SGD update) on the same batch. The contenders take turns,
+round by round, so that a busy machine slows them all alike; a ratio is the median over rounds of the time relative to
+the same round of the compiled (or, without it, the eager) plain step. Memory is what the CUDA allocator has reserved
+for a step, model and batch included. Cold start is the time of the first two steps.
 """
 
 import argparse
@@ -168,7 +168,7 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated() if cuda else 0
+        held = torch.cuda.memory_reserved() if cuda else 0
         row: dict[str, Any] = {"task": name, "contender": contender, "precision": args.precision}
         rows.append(row)
         try:
@@ -180,13 +180,13 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             if cuda:
                 torch.cuda.synchronize()
             row["cold_seconds"] = time.perf_counter() - start
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
-            step()
-            if cuda:
+            if cuda:  # reserved, not allocated: what a CUDA graph holds for itself counts too
                 torch.cuda.synchronize()
-                row["peak_mib"] = (torch.cuda.max_memory_reserved() - held) / 2**20
-                row["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+                gc.collect()
+                torch.cuda.empty_cache()
+                step()
+                torch.cuda.synchronize()
+                row["peak_mib"] = (torch.cuda.memory_reserved() - held) / 2**20
             steps[contender] = step
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"

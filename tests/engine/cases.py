@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpscale
+from dpscale.engine import blueprints, evaluate, signature, trainable
+from dpscale.engine.combine import gradients, weigh
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.rules.activation import PReLU
 from dpscale.engine.rules.arithmetic import Arithmetic
@@ -310,3 +313,23 @@ def check_equal(model, batch, rule, *, mask=None, points=None, loss=loss_fn, rto
             out.grads[name].to(expected), expected, rtol=rtol, atol=rtol * max(rule.bound, 1), msg=name
         )
     return out
+
+
+def traced(model, loss, batch, rule):
+    """The engine's sums and norms as one graph of tensor operations; a branch on values cannot be in it."""
+    dpscale.scaled_sum(model, loss, batch, rule)  # inspects outside of the trace
+    parameters = trainable(model)
+
+    def run(data):
+        return loss(model, data)
+
+    blueprint = next(blueprints(model, ("traced", signature(model, batch)), parameters, run, batch))
+    mask = torch.ones(len(batch[0]), dtype=torch.bool)
+
+    def step(*data):
+        captures, grads, _ = evaluate(parameters, run, data, blueprint, mask, None)
+        with torch.no_grad():
+            out, _ = weigh(gradients(captures, grads), rule, mask, parameters)
+        return *out.grads.values(), out.norms
+
+    return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*batch)

@@ -10,7 +10,7 @@ from torch import nn
 import dpscale
 from dpscale.engine import capture as capturing
 
-from .cases import SCALINGS, Raw, check_equal
+from .cases import SCALINGS, Raw, check_equal, traced
 from .test_forms import Largest
 
 
@@ -44,6 +44,7 @@ VIEWS = {  # a function of x (B, 3, 4) and of parameters
     "chunks": (lambda x, w: sum(k * F.linear(x, part) for k, part in enumerate(w.chunk(3))), (6, 4)),
     "unbind": (lambda x, w: sum(F.linear(x, part).sin() for part in w.unbind(1)), (5, 3, 4)),
     "split-and-t": (lambda x, w: torch.cat([x @ part.t() for part in w.split([1, 4])], -1), (5, 4)),
+    "piece-two-ways": (lambda x, w: F.linear(x, w.chunk(2)[0]) + x * w.chunk(2)[0].view(16)[:4], (8, 4)),
     "view-and-itself": (lambda x, w: (x @ w.t()) @ w, (4, 4)),
     "two-ways": (lambda x, w: F.linear(x, w.view(5, 4)) + F.linear(x, w.view(4, 5).t()), (20,)),
     "twice": (lambda x, w: x @ w.t() + torch.tanh(x) @ w.t(), (5, 4)),
@@ -107,13 +108,22 @@ def test_no_gradients_go_through_autograd_where_norms_are_kept(name, monkeypatch
     assert bool(formed) == (name in FORMED)
 
 
+@pytest.mark.parametrize("name", VIEWS)
+def test_the_way_back_can_be_traced(name):
+    model = build(name)
+    *grads, norms = traced(model, loss_fn, (randn(3, 3, 4),), SCALINGS[0])(randn(3, 3, 4) + 1)
+    expected = dpscale.scaled_sum(model, loss_fn, (randn(3, 3, 4) + 1,), SCALINGS[0])
+    torch.testing.assert_close(norms, expected.norms)
+    torch.testing.assert_close(grads[0], expected.grads["p.0"])
+
+
 def test_a_cast_does_not_round_the_sum():
     """A parameter in float32 used in bfloat16: what is released is the float32 sum."""
     model = nn.Linear(4, 3).float()
     x = randn(5, 4).bfloat16()
 
     def loss(m, batch):
-        return F.linear(batch[0], m.weight.bfloat16(), m.bias.bfloat16()).float().square().sum(1)
+        return F.linear(batch[0], m.weight.bfloat16().flip(0), m.bias.bfloat16()).float().square().sum(1)
 
     out = dpscale.scaled_sum(model, loss, (x,), SCALINGS[0])
     assert out.grads["weight"].dtype == torch.float32

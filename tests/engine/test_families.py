@@ -153,6 +153,22 @@ def test_packed_sequences_are_refused():
         dpscale.scaled_sum(model, loss_fn, floats(5, 3)(4), SCALINGS[0])
 
 
+def test_the_fast_path_of_attention_in_eval_mode_is_never_taken(monkeypatch):
+    """It hides the weights in one operation of C++. Neither the capture nor any run of the inspection may go there."""
+
+    def fast(*args):
+        raise AssertionError("the fast path was taken")
+
+    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"):
+        monkeypatch.setattr(torch, name, fast)
+    for frozen in (False, True):  # with frozen weights nothing but the mode keeps torch from it
+        model = make(Family(lambda: nn.Sequential(encoder_layer(), nn.Linear(4, 2)), floats(5, 4), evaluation=True))
+        model[0].requires_grad_(not frozen)
+        dpscale.scaled_sum(model, loss_fn, floats(5, 4)(4), SCALINGS[0])
+    with pytest.raises(AssertionError), torch.no_grad():
+        model(floats(5, 4)(4)[0])
+
+
 # What draws random numbers, or keeps state, cannot be compared sample by sample: compare with the whole batch's losses
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,11 +20,14 @@ def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
+KINDS = ["outer", "rows", "patches", "rows-of-kernels", "mixed", "tied", "scattered"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
 @st.composite
-def forms(draw, samples=3):
+def forms(draw, kind, samples=3):
     """Two forms of the same tensor, perhaps of different kinds."""
     torch.manual_seed(draw(st.integers(0, 2**16)))
-    kind = draw(st.sampled_from(["outer", "rows", "patches", "rows-of-kernels", "mixed", "tied", "scattered"]))
     t, i, o = (draw(st.integers(1, 9)) for _ in range(3))
     if kind == "outer":
         return [Outer(randn(samples, t, i), randn(samples, t, o)) for _ in range(2)]
@@ -57,12 +60,14 @@ def forms(draw, samples=3):
     )
 
 
+@every_kind
 @pytest.mark.parametrize("chunk", [1, 1 << 26], ids=["chunked", "whole"])
-def test_forms_agree_with_their_gradients(chunk, monkeypatch):
+def test_forms_agree_with_their_gradients(chunk, kind, monkeypatch):
     monkeypatch.setattr(linear, "CHUNK", chunk)
     monkeypatch.setattr(convolution, "CHUNK", chunk)
 
-    @given(several=forms())
+    @settings(max_examples=20)
+    @given(several=forms(kind))
     def check(several):
         weights = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
         for form in [*several, total(several), *(f.settle() for f in several), total(several).settle()]:
@@ -74,14 +79,27 @@ def test_forms_agree_with_their_gradients(chunk, monkeypatch):
     check()
 
 
-@given(several=forms())
-def test_dropped_samples_are_exact_zeros(several):
-    keep = torch.tensor([True, False, True])
-    for form in several:
-        poisoned = form.map(_Poison()).map(Drop(keep))
-        assert poisoned.norm2()[1] == 0
-        torch.testing.assert_close(poisoned.norm2()[keep], form.norm2()[keep])
-        torch.testing.assert_close(poisoned.weighted(torch.ones(3).double()), form.weighted(keep.double()))
+@every_kind
+def test_dropped_samples_are_exact_zeros(kind):
+    @settings(max_examples=20)
+    @given(several=forms(kind))
+    def check(several):
+        keep = torch.tensor([True, False, True])
+        for form in [*several, total(several)]:
+            poisoned = form.map(_Poison()).map(Drop(keep))
+            assert poisoned.norm2()[1] == 0
+            torch.testing.assert_close(poisoned.norm2()[keep], form.norm2()[keep])
+            torch.testing.assert_close(poisoned.weighted(torch.ones(3).double()), form.weighted(keep.double()))
+
+    check()
+
+
+def test_an_infinite_weight_in_a_bag_is_dropped_with_its_sample():
+    scale = torch.tensor([1.0, torch.inf])
+    form = Scattered(torch.ones(2, 1, 3), torch.tensor([0, 1]), scale, torch.tensor([0, 0]), 4, torch.Size((4, 3)))
+    assert torch.equal(form.norm2().isfinite(), torch.tensor([True, False]))
+    dropped = form.map(Drop(torch.tensor([True, False])))
+    assert torch.equal(dropped.weighted(torch.tensor([1.0, 0.0])), torch.tensor([[1.0] * 3] + [[0.0] * 3] * 3))
 
 
 class _Poison(Widen):

@@ -96,6 +96,26 @@ class InPlace(nn.Module):
         return self.b(h)
 
 
+class Scattered(nn.Module):
+    """Parameters written into other tensors: into zeros, which become a weight; and into the activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.entries, self.first = nn.Linear(4, 4), nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        skew = x.new_zeros(4, 4)
+        skew[torch.triu_indices(4, 4, 1).unbind()] = self.entries
+        skew = skew - skew.mT
+        series = torch.eye(4, dtype=x.dtype)
+        series.add_(skew)
+        series.add_(skew @ skew, alpha=0.5)
+        h = torch.tanh(self.a(x)) + 0
+        h[:, 1] = self.first
+        h[:, 2:].mul_(self.first)
+        return F.linear(h, series)
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -131,6 +151,7 @@ MODELS = {
     "tied-language-model": (TiedLanguageModel, lambda b: tokens(b, 7)),
     "raw-parameters": (RawParameters, lambda b: randn(b, 7, 4)),
     "in-place": (InPlace, lambda b: randn(b, 4)),
+    "scattered": (Scattered, lambda b: randn(b, 4)),
     "attention": (Attention, lambda b: randn(b, 5, 4)),
     "lstm": (Recurrent, lambda b: randn(b, 5, 4)),
     "weight-norm": (
@@ -304,3 +325,22 @@ def test_nothing_returned_holds_a_graph():
     out = dpscale.scaled_sum(model, loss_fn, batch, SCALINGS[0])
     for t in (out.norms, out.weights, out.losses, out.ignored, *out.grads.values()):
         assert not t.requires_grad and t.grad_fn is None
+
+
+def test_a_parameter_that_slips_by_through_a_view_is_refused():
+    """Written into a view of a tensor, which is then used as a whole: the parameter was met, but its use was not."""
+
+    class Slips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.row = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            weight = torch.eye(4, dtype=x.dtype)
+            weight[0].copy_(self.row)
+            return F.linear(torch.tanh(self.a(x)), weight)
+
+    with pytest.raises(
+        dpscale.UnsupportedModel, match=r"'row' also reaches the losses.*in place.*requires_grad_\(False"
+    ):
+        dpscale.scaled_sum(Slips().double(), loss_fn, (randn(5, 4),), SCALINGS[0])

@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpscale
 from dpscale.engine.reference import per_sample_gradients
 from dpscale.engine.rules import RULES
 
-from .cases import CASES, SCALINGS, Raw, check_equal, loss_fn
+from .cases import ARITHMETIC, CASES, SCALINGS, Raw, check_equal, loss_fn, traced
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -87,6 +87,16 @@ def test_one_sample_stays_within_the_bound(rule, dtype):
     check()
 
 
+@pytest.mark.parametrize("name", ARITHMETIC)
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (1, 1, 4), (1, 3, 4)], ids=str)
+def test_every_operator_equals_oracle(name, shape):
+    raw = Raw(ARITHMETIC[name], (2, 1, 4) if name == "wider" else shape)
+    raw.p[0].data = torch.linspace(0.5, 2.0, raw.p[0].numel(), dtype=torch.float64).view_as(raw.p[0])
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.float64), raw)
+    x = torch.randn(5, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    check_equal(model, (x,), SCALINGS[3])
+
+
 @pytest.mark.parametrize("operation", [torch.mul, torch.add, lambda x, p: torch.addmm(p, x, x.new_ones(4, 4))])
 def test_a_parameter_may_be_a_single_number(operation):
     model, x = Raw(operation, ()), torch.randn(5, 4, dtype=torch.float64)
@@ -94,3 +104,24 @@ def test_a_parameter_may_be_a_single_number(operation):
     gradients = per_sample_gradients(model, loss_fn, (x,))["p.0"]
     torch.testing.assert_close(out.norms, gradients.abs())
     torch.testing.assert_close(out.grads["p.0"], (out.weights * gradients).sum())
+
+
+@every_rule
+def test_the_rule_can_be_traced(rule):
+    """No branch on values: a graph traced on one batch is right for another."""
+
+    @settings(max_examples=8)
+    @given(case=CASES[type(rule)])
+    def check(case):
+        if len(case.batch[0]) < 2:
+            return
+        names = [n for n, p in case.model.named_parameters() if p.requires_grad]
+        run = traced(case.model, loss_fn, case.batch, SCALINGS[3])
+        other = tuple(t.flip(0) for t in case.batch)
+        expected = dpscale.scaled_sum(case.model, loss_fn, other, SCALINGS[3])
+        *grads, norms = run(*other)
+        torch.testing.assert_close(norms, expected.norms)
+        for n, g in zip(names, grads, strict=True):
+            torch.testing.assert_close(g, expected.grads[n])
+
+    check()

@@ -9,8 +9,7 @@ arrives at that edge is all a rule needs. Nothing is hung on parameters, and no 
 """
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, Self
@@ -21,6 +20,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpscale.engine.calls import as_now, in_place, result, tensors_in
+from dpscale.engine.calls import out_of_place as out_of_place
 from dpscale.engine.checkpoints import resume, suspend
 from dpscale.engine.composites import COMPOSITES
 from dpscale.engine.errors import UnsupportedModel
@@ -169,7 +170,7 @@ class Capture(Meeting):
             args, kwargs = tree_unflatten(standing, spec)
             out = func(*args, **kwargs)
             if site.kind == "shared":
-                self._derive(out)
+                self._derive(result(func, args, out))
             return out
         keys = {k: self.keys[id(t)] for k, t in enumerate(flat) if isinstance(t, Tensor) and id(t) in self.keys}
         if site.kind == "expanded":
@@ -181,18 +182,17 @@ class Capture(Meeting):
             return out
         standing = [t.detach() if k in keys else t for k, t in enumerate(standing)]
         args, kwargs = tree_unflatten(standing, spec)
-        saved = (args[0].clone(), *args[1:]) if in_place(func) else args
+        into = args[0] if in_place(func) else None
+        if into is not None:
+            # Run on a copy and write the result back: what is taped is then neither changed later, nor a view, whose
+            # own edge no gradient reaches once the tensor that it is a view of is used.
+            func, args = out_of_place(func), (into.clone(), *args[1:])
         if any(isinstance(t, Tensor) and t.requires_grad for t in standing):
             out = func(*args, **kwargs)
-        elif in_place(func):
-            raise UnsupportedModel(
-                f"The in-place operation {func.__name__} writes parameter {next(iter(keys.values()))!r} into a "
-                "tensor that depends on no other parameter. Use the operation that is not in place."
-            )
         else:
             out = self._sourced(lambda: func(*args, **kwargs))
-        self._tape(site, saved, kwargs, keys, out)
-        return out
+        self._tape(site, args, kwargs, keys, out)
+        return out if into is None else into.copy_(out)
 
     def finish(self) -> None:
         """Say so if the forward met fewer operations than the blueprint has."""
@@ -235,8 +235,7 @@ class Capture(Meeting):
             layout = site.layouts[f"out{k}"]
             if t.ndim <= layout.dim or layout.split(t.shape[layout.dim], self.samples) is None:
                 raise BlueprintMismatch
-        inputs = [t for t in tensors_in(args, kwargs) if not in_place(site.function)]
-        versions = [(t, t._version) for t in inputs]
+        versions = [(t, t._version) for t in tensors_in(args, kwargs)]
         if site.rule is None and site.kind == "rows":  # to be replayed, and at the precision at which it runs now
             site = replace(site, function=as_now(site.function, tensors_in(args, kwargs)))
         edges = {k: get_gradient_edge(t) for k, t in outputs.items()}
@@ -257,52 +256,6 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
-def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors among a call's arguments, one level of lists deep (cat, lstm, einsum)."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, Tensor):
-                    yield item
-
-
-def in_place(func: Callable[..., Any]) -> bool:
-    """Whether an operation writes its first argument: `add_`, `__iadd__`."""
-    name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in _NOT_IN_PLACE)
-
-
-def out_of_place(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The twin of an in-place operation that leaves its first argument alone; any other operation is its own."""
-    if not in_place(func):
-        return func
-    name = func.__name__
-    twin = getattr(torch.Tensor, f"__{name[3:]}" if name.startswith("__i") else name[:-1], None)
-    if twin is None:
-        raise UnsupportedModel(
-            f"The in-place operation {name} has no twin that is not in place, so it cannot be replayed."
-        )
-    return twin  # type: ignore[no-any-return]
-
-
-def as_now(func: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
-    """The operation, not in place, as a function that runs under the autocast that is in force now."""
-    twin = out_of_place(func)
-    states = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in {t.device.type for t in tensors}]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for device, enabled, dtype in states:  # without the cache, which would outlive tensors of vmap
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-            return twin(*args, **kwargs)
-
-    run.__name__ = getattr(twin, "__name__", "?")
-    return run
-
-
-_NOT_IN_PLACE = {"__index__", "__int__", "__invert__", "__init__"}
 _PYTHON = ("torch.nn.functional", "torch.functional")
 
 

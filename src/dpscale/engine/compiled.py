@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpscale.engine import (
@@ -35,6 +36,9 @@ from dpscale.engine.combine import gradients, weigh
 from dpscale.scaling import Scaling
 
 log = logging.getLogger("dpscale")
+
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+"""All but the memory-efficient one: in a graph that holds its forward and backward together it fails to launch."""
 
 Evaluate = Callable[[Mapping[str, Tensor], Any, Tensor], Any]
 """(parameter values, batch, mask) -> (captures, gradients at their edges, losses)."""
@@ -81,7 +85,8 @@ class Compiled:
             return *out.grads.values(), out.norms, out.weights, out.ignored, losses, finite
 
         data = [leaves[k] for k in self._tensors]
-        graph = make_fx(step)(*self._values(), *data, mask)
+        with sdpa_kernel(_ATTENTION):
+            graph = make_fx(step)(*self._values(), *data, mask)
         # Tensors that are no inputs (buffers, frozen parameters) are held by reference: as buffers of the graph they
         # follow whoever updates them in place.
         for name, t in [(n, t) for n, t in vars(graph).items() if isinstance(t, Tensor)]:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from dpscale.engine.capture import Blueprint, Meeting, Site, as_now, tensors_in
+from dpscale.engine.calls import as_now, result, tensors_in
+from dpscale.engine.capture import Blueprint, Meeting, Site
+from dpscale.engine.completeness import check_met, check_nothing_lost, reached
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout, candidates, fit
 from dpscale.engine.rules import RULE_OF, Call
@@ -56,19 +58,24 @@ class _Seen:
 class _Probe(Meeting):
     """A plain run that notes each met call, and which tensors depend on the data."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], batch: Any, expanded: set[int]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], batch: Any, expanded: set[int], sized: set[int]) -> None:
         super().__init__()
         self.keys = {id(p): n for n, p in parameters.items()}
         self.seen: list[_Seen] = []
-        self._expanded = expanded
+        self.created: list[torch.Size] = []  # tensors made in the likeness of the data, by shape
+        self._expanded, self._sized = expanded, sized
         self._data = {id(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
         self._held: list[Any] = []  # so that no id is given to another tensor during the run
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass on the mark of the data."""
+        """Pass on the mark of the data. What only has its type and device from the data does not depend on them."""
         out = func(*args, **kwargs)
         if any(id(t) in self._data for t in tree_leaves((args, kwargs))):
-            self._mark(out)
+            creates = getattr(func, "__name__", "") in _CREATE
+            if creates:
+                self.created.append(out.shape)
+            if not creates or len(self.created) - 1 in self._sized:
+                self._mark(out)
         return out
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,18 +89,19 @@ class _Probe(Meeting):
         before = _random_states()
         out = func(*args, **kwargs)
         random = any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True))
-        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        made = result(func, args, out)
+        outputs = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
         edges = {k: get_gradient_edge(t) for k, t in enumerate(outputs) if t.requires_grad}
         values, again = [t.detach().clone() for t in outputs], as_now(func, tensors_in(args, kwargs))
         record = _Seen(func, copies, spec, met, values, edges, on_data, random, again)
         self.seen.append(record)
         if on_data or len(self.seen) - 1 in self._expanded:
-            self._mark(out)
+            self._mark(made)
         else:  # a function of parameters alone: from here on it is met as one
             for t in outputs:
                 if t.requires_grad:
                     self.keys[id(t)] = "/".join(met.values())
-            self._held.append(out)
+            self._held.append(made)
         return out
 
     def _mark(self, out: Any) -> None:
@@ -101,11 +109,17 @@ class _Probe(Meeting):
         self._held.append(out)
 
 
+_CREATE = {f"{what}_like" for what in ("zeros", "ones", "empty", "full", "rand", "randn")} | {
+    f"new_{what}" for what in ("zeros", "ones", "empty", "full", "tensor")
+}
+
+
 @dataclass
 class _Record:
     """One run: the met calls, the per-sample outputs, the buffers as the run left them."""
 
     seen: list[_Seen]
+    created: list[torch.Size]
     outputs: list[Tensor]
     buffers: list[Tensor]
 
@@ -126,11 +140,12 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
     require_finite(model)
     saved = [p.detach().clone() for p in parameters.values()]
     expanded: set[int] = set()  # calls that repeat a parameter once per sample
+    sized: set[int] = set()  # constants that have a row for each sample
 
     def record(data: Any) -> _Record:
         versions = [p._version for p in parameters.values()]
         with undisturbed(model):
-            with _Probe(parameters, data, expanded) as probe:
+            with _Probe(parameters, data, expanded, sized) as probe:
                 out = run(data)
             buffers = [b.clone() for b in model.buffers()]
         for (name, p), version in zip(parameters.items(), versions, strict=True):
@@ -141,7 +156,7 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
                     f"Parameter {name!r} is changed by the forward itself (an Embedding with max_norm does that): "
                     "the change would depend on the samples and get no noise. Build the layer without it."
                 )
-        return _Record(probe.seen, [t for t in tree_leaves(out) if isinstance(t, Tensor)], buffers)
+        return _Record(probe.seen, probe.created, [t for t in tree_leaves(out) if isinstance(t, Tensor)], buffers)
 
     probe = some(batch, SAMPLES)
     record(probe)  # a first run may do more than later ones: LSTMs look over their weights, caches are filled
@@ -149,10 +164,14 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
         few, base = record(some(batch, FEWER)), record(probe)
         _check_same_operations(few, base)
         grown = [k for k, (b, f) in enumerate(zip(base.seen, few.seen, strict=True)) if _grown(b, f) and not b.on_data]
-        if set(grown) <= expanded:
+        rows = {k for k, (b, f) in enumerate(zip(base.created, few.created, strict=False)) if b != f}
+        if rows <= sized and set(grown) <= expanded:
             break
-        expanded.add(min(set(grown) - expanded))
-    _check_met(parameters, base)
+        if rows <= sized:
+            expanded.add(min(set(grown) - expanded))
+        sized |= rows
+    trained = reached(parameters, base.outputs)
+    check_met(trained, {name for s in base.seen for names in s.met.values() for name in names.split("/")})
     touched = _Touched(base)
     try:
         touched.by_losses()
@@ -160,7 +179,7 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
             touched.by_sample(i, record(data))
         _check_whole(model, run, batch)
         sites = [_site(*args) for args in zip(base.seen, few.seen, touched.inputs, touched.outputs, strict=True)]
-        return Blueprint(tuple(sites), inconclusive(batch))
+        blueprint = Blueprint(tuple(sites), inconclusive(batch))
     except _Coupled:
         culprit = where_samples_meet(model, run, batch)
         raise UnsupportedModel(
@@ -169,6 +188,9 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
             "GroupNorm), statistics taken over the batch, and a loss that mixes samples or averages over them (use "
             "reduction='none')."
         ) from None
+    with undisturbed(model):
+        check_nothing_lost(parameters, trained, blueprint, run, probe)
+    return blueprint
 
 
 class _Coupled(Exception):
@@ -316,26 +338,6 @@ def _check_same_operations(a: _Record, b: _Record) -> None:
             "Which operations this model runs depends on the values in the batch (data-dependent control flow), so "
             "rows cannot be attributed to samples. Make the forward run the same operations for every batch."
         )
-
-
-def _check_met(parameters: Mapping[str, Tensor], base: _Record) -> None:
-    """Every parameter that plain autograd would train must have been met: refuse, never drop."""
-    roots = [t for t in base.outputs if t.requires_grad]
-    if not roots:
-        raise UnsupportedModel(
-            "The losses depend on no trainable parameter. Check requires_grad of the parameters, and that the loss "
-            "is computed from the model's output without detach() or no_grad()."
-        )
-    seeds = [torch.ones_like(t) for t in roots]
-    grads = torch.autograd.grad(roots, list(parameters.values()), seeds, retain_graph=True, allow_unused=True)
-    met = {name for s in base.seen for names in s.met.values() for name in names.split("/")}
-    for name, g in zip(parameters, grads, strict=True):
-        if g is not None and name not in met:
-            raise UnsupportedModel(
-                f"Parameter {name!r} is used where its operations cannot be seen (a compiled or scripted part?), so "
-                "its per-sample gradients are unknown. Pass the plain module, or freeze it with "
-                "requires_grad_(False)."
-            )
 
 
 def _nothing(t: Tensor) -> Masks:

@@ -45,7 +45,7 @@ class Patches(Form):
 
     @property
     def _costs(self) -> tuple[float, float, float]:
-        """Multiplications per sample: the gradients, the norm by patches, the norm by pixels; copies count eightfold."""
+        """Multiplications per sample: the gradients, the norm by patches, that by pixels; copies count eightfold."""
         positions = self.x.shape[1] * math.prod(self.g.shape[3:])
         inputs, outputs = math.prod(self.weight_shape[1:]), self.weight_shape[0] // self.groups
         gradients = positions * inputs * outputs * self.groups
@@ -100,7 +100,7 @@ class Patches(Form):
         return torch.cat(parts).view(-1, self.groups).sum(1)
 
     def _norm2_by_pixels(self) -> Tensor:
-        """The Gram identity without patches: a_l·a_m = Σ_k x[l+k]·x[m+k], shifted windows of the pixels' Gram matrix."""
+        """The Gram identity without patches: a_l·a_m = Σ_k x[l+k]·x[m+k], shifted windows of the pixels' Gram."""
         x, g = wide(self.x).squeeze(1), wide(self.g).squeeze(1)
         (height, width), (rows, columns) = x.shape[2:], g.shape[2:]
         pixels = torch.bmm(x.flatten(2).mT, x.flatten(2)).view(-1, height, width, height, width)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
 from dpscale.engine.rules.forms import Change, Dense, Form, slack, wide
 
@@ -29,7 +30,8 @@ class Outer(Form):
     def gram(self) -> bool:
         """Whether T² pairs are cheaper than I·O entries. If not, the gradients are also smaller than the operands."""
         t, i, o = self.a_BTI.shape[1], self.a_BTI.shape[2], self.g_BTO.shape[2]
-        return t == 1 or t * (i + o) <= i * o
+        half = 2 if kernels.available(self.a_BTI, self.g_BTO) else 1  # the kernel does half of the symmetric pairs
+        return t == 1 or t * (i + o) <= half * i * o
 
     def settle(self) -> Form:
         """The gradients themselves where that is cheaper, if they fit."""
@@ -41,10 +43,11 @@ class Outer(Form):
         a, g = wide(self.a_BTI), wide(self.g_BTO)
         if self.a_BTI.shape[1] == 1:
             return a.square().sum((1, 2)) * g.square().sum((1, 2))
-        sizes = torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)
         if self.gram:
-            gram = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT))
-            return gram.sum((1, 2)).clamp_(min=0) + slack(sizes)  # rounding may leave a tiny negative
+            fast = kernels.available(self.a_BTI, self.g_BTO)
+            squares, sizes = kernels.gram_norm2(self.a_BTI, self.g_BTO) if fast else kernels.gram_norm2_plain(a, g)
+            return squares.clamp(min=0) + slack(sizes)  # rounding may leave a tiny negative
+        sizes = torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)
         step = max(1, CHUNK // (a.shape[2] * g.shape[2]))
         parts = [Dense(Outer(a[k : k + step], g[k : k + step]).per_sample()) for k in range(0, len(a), step)]
         return torch.cat([p.norm2() for p in parts]) + slack(sizes)

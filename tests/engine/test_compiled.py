@@ -1,0 +1,110 @@
+"""The compiled step: the same answer, one compilation for a whole run, and a way back where it cannot be had."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import dpscale
+from dpscale.engine import compiled as module
+from dpscale.engine import kernels
+from dpscale.engine.compiled import Fast
+
+from ..helpers import SIZE, data, mlp, plan, train, vector
+from ..helpers import loss_fn as cross_entropy
+from .cases import SCALINGS, loss_fn
+from .test_models import build
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.mark.parametrize("name", ["flattened", "tied-language-model", "raw-parameters", "conv-per-frame"])
+def test_equals_eager(name):
+    model, batch = build(name)
+    fast, mask = Fast(model), torch.tensor([True, False, True, True, True])
+    for _ in range(2):
+        for p in model.parameters():
+            p.data.mul_(0.9)  # weights are read where they are, at every call
+        ours = fast(loss_fn, batch, SCALINGS[3], mask)
+        eager = dpscale.scaled_sum(model, loss_fn, batch, SCALINGS[3], mask)
+        assert [c is not None for c in fast._known.values()] == [True], "it ran eagerly"
+        torch.testing.assert_close(ours.norms, eager.norms, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ours.losses, eager.losses, rtol=1e-9, atol=1e-9)
+        for n, g in eager.grads.items():
+            torch.testing.assert_close(ours.grads[n], g, rtol=1e-9, atol=1e-9)
+
+
+def run(**options):
+    model = mlp()
+    return dpscale.privatize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), plan(**options.pop("plan", {})), seed=0, **options
+    )
+
+
+@pytest.mark.parametrize("micro_batch", [None, 7])
+def test_training_equals_eager(micro_batch):
+    compiled = train(run(compile=True, micro_batch=micro_batch))
+    torch.testing.assert_close(compiled, train(run(compile=False)), rtol=1e-5, atol=1e-6)
+
+
+def test_one_compilation_serves_200_poisson_steps(monkeypatch):
+    compilations = []
+    original = module.Compiled.__init__
+    monkeypatch.setattr(module.Compiled, "__init__", lambda *a, **k: compilations.append(1) or original(*a, **k))
+    private = run(compile=True, plan={"steps": 200})
+    sizes = {int(private.step(batch, cross_entropy).mask.sum()) for batch in private.batches(data())}
+    assert private.steps_taken == 200
+    assert len(sizes) > 5, "Poisson sampling drew batches of several sizes"
+    assert len(compilations) == 1
+
+
+def test_a_sample_that_is_not_finite_takes_the_way_back():
+    x, y = (t.clone() for t in data().tensors)
+    x[3] = torch.nan
+    model, mask = mlp(), torch.ones(SIZE, dtype=torch.bool)
+    ours = Fast(model)(cross_entropy, (x, y), dpscale.Clip(C=0.5), mask)
+    eager = dpscale.scaled_sum(model, cross_entropy, (x, y), dpscale.Clip(C=0.5), mask)
+    assert ours.ignored == 1 and ours.weights[3] == 0
+    for n, g in eager.grads.items():
+        torch.testing.assert_close(ours.grads[n], g)
+
+
+def test_what_cannot_be_compiled_runs_eagerly_and_says_why(monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise RuntimeError("no compiler on this machine\nand more")
+
+    monkeypatch.setattr(module, "make_fx", refuse)
+    with caplog.at_level(logging.WARNING, logger="dpscale"):
+        compiled = train(run(compile=True))
+    assert [r.getMessage() for r in caplog.records] == [
+        "dpscale: runs eagerly, not compiled: no compiler on this machine"
+    ]
+    torch.testing.assert_close(compiled, train(run(compile=False)))
+
+
+def test_a_coupled_model_is_refused_here_too():
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    before = vector(model)
+    private = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan(), seed=0, compile=True)
+    with pytest.raises(dpscale.UnsupportedModel, match="coupled at batch_norm"):
+        train(private)
+    assert torch.equal(vector(model), before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are CUDA's")
+@pytest.mark.parametrize("shape", [(3, 40, 33, 17), (2, 130, 64, 50), (1, 2, 5, 300)])
+def test_kernels_agree_with_their_twins(shape):
+    samples, t, i, o = shape
+    a = torch.randn(samples, t, i, device="cuda").bfloat16()
+    g = torch.randn(samples, o, t, device="cuda").bfloat16().mT
+    ours, twin = kernels.gram_norm2(a, g), kernels.gram_norm2_plain(a.double(), g.double())
+    for x, y in zip(ours, twin, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+
+
+def test_twin_is_the_gram_identity():
+    a, g = torch.randn(3, 5, 4).double(), torch.randn(3, 5, 6).double()
+    squares, sizes = kernels.gram_norm2_plain(a, g)
+    torch.testing.assert_close(squares, torch.einsum("bto,bti->boi", g, a).flatten(1).square().sum(1))
+    torch.testing.assert_close(sizes, a.norm(dim=2) * g.norm(dim=2))
