@@ -32,9 +32,8 @@ def main() -> None:
                 ours = do_bench(lambda a=a, g=g: kernels.gram_norm2(a, g), return_mode="median")
                 plain = do_bench(lambda a=wide_a, g=wide_g: kernels.gram_norm2_plain(a, g), return_mode="median")
                 name = f"{samples},{t},{i},{o}"
-                print(
-                    f"{name:<22}{str(dtype)[6:]:<10}{'tf32' if tf32 else 'ieee':<10}{error:>9.1e}{ours:>11.3f}{plain:>10.3f}"
-                )
+                kind = f"{str(dtype)[6:]:<10}{'tf32' if tf32 else 'ieee':<10}"
+                print(f"{name:<22}{kind}{error:>9.1e}{ours:>11.3f}{plain:>10.3f}")
 
 
 if __name__ == "__main__":

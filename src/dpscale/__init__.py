@@ -3,6 +3,7 @@
 from dpscale.engine import ScaledSum as ScaledSum
 from dpscale.engine import UnsupportedModel as UnsupportedModel
 from dpscale.engine import scaled_sum as scaled_sum
+from dpscale.fix import fix as fix
 from dpscale.plan import Plan as Plan
 from dpscale.sampling import FixedSize as FixedSize
 from dpscale.sampling import FullBatch as FullBatch

@@ -328,7 +328,7 @@ def test_nothing_returned_holds_a_graph():
 
 
 def test_a_parameter_that_slips_by_through_a_view_is_refused():
-    """Written into a view of a tensor, which is then used as a whole: the parameter was met, but its use was not."""
+    """Written into a view of a tensor, which is then used as a whole; another use of it is met as it should be."""
 
     class Slips(nn.Module):
         def __init__(self):
@@ -338,7 +338,7 @@ def test_a_parameter_that_slips_by_through_a_view_is_refused():
         def forward(self, x):
             weight = torch.eye(4, dtype=x.dtype)
             weight[0].copy_(self.row)
-            return F.linear(torch.tanh(self.a(x)), weight)
+            return F.linear(torch.tanh(self.a(x)), weight) + self.row
 
     with pytest.raises(
         dpscale.UnsupportedModel, match=r"'row' also reaches the losses.*in place.*requires_grad_\(False"

@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -95,8 +96,15 @@ def scaled_sum(
             break
         except BlueprintMismatch:
             continue
-    with torch.no_grad():
+    with exactly(device):
         return ScaledSum(losses=losses, **vars(combine(gradients(captures, grads), rule, mask, parameters)))
+
+
+@contextmanager
+def exactly(device: torch.device) -> Iterator[None]:
+    """No graph, and no autocast of the caller's: norms and sums are computed in the precision that they say."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def blueprints(
@@ -139,14 +147,20 @@ def backward(
 ) -> list[Sequence[Tensor | None]]:
     """The gradient at every taped operation's output, by capture; no parameter gradients are computed.
 
-    Captured operations see stand-ins, so whatever reaches a parameter itself went by unseen, and is refused.
+    Captured operations see stand-ins, detached. Whatever reaches a parameter, or a stand-in, went by unseen, and is
+    refused.
     """
     if not losses.requires_grad:
         return [[None for _ in edges(capture)] for capture in captures]
     wanted = [e for capture in captures for e in edges(capture)]
-    both: Any = [*wanted, *parameters.values()]  # edges and tensors together: torch takes them, its types do not
+    whole = [parameters, *(capture.leaves for capture in captures)]
+    names = [n for tensors in whole for n in tensors]
+    both: Any = [
+        *wanted,
+        *(t for tensors in whole for t in tensors.values()),
+    ]  # torch takes both kinds, its types do not
     arrived = torch.autograd.grad([losses], both, [seed_B], allow_unused=True)
-    unseen = [n for n, g in zip(parameters, arrived[len(wanted) :], strict=True) if g is not None]
+    unseen = [n for n, g in zip(names, arrived[len(wanted) :], strict=True) if g is not None]
     if unseen:
         raise UnsupportedModel(
             f"Parameter {unseen[0]!r} also reaches the losses where its operations cannot be seen (outside the model's "

@@ -27,6 +27,7 @@ from dpscale.engine import (
     blueprints,
     check_losses,
     evaluate,
+    exactly,
     identity,
     scaled_sum,
     signature,
@@ -56,6 +57,18 @@ class Answer:
     finite: Tensor
 
 
+Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
+"""From a traced graph and example inputs to something that runs it."""
+
+
+def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """torch's own compiler."""
+    from torch._inductor.compile_fx import compile_fx  # slow to import, and eager users never need it
+
+    compiled: Any = compile_fx(graph, inputs)
+    return compiled  # type: ignore[no-any-return]
+
+
 class Compiled:
     """One traced and compiled step, for batches of one shape.
 
@@ -64,10 +77,17 @@ class Compiled:
         evaluate: forward and backward.
         rule: from norm to weight.
         batch, mask: an example; the shapes of all that follow.
+        backend: what compiles the traced graph.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], evaluate: Evaluate, rule: Scaling, batch: Any, mask: Tensor
+        self,
+        parameters: Mapping[str, Tensor],
+        evaluate: Evaluate,
+        rule: Scaling,
+        batch: Any,
+        mask: Tensor,
+        backend: Backend,
     ) -> None:
         self._parameters = parameters
         self._names = list(parameters)
@@ -80,23 +100,22 @@ class Compiled:
             put = dict(zip(self._tensors, data, strict=True))
             whole = tree_unflatten([put.get(k, leaf) for k, leaf in enumerate(constants)], self._spec)
             captures, grads, losses = evaluate(dict(zip(self._names, values, strict=True)), whole, mask)
-            with torch.no_grad():
+            with exactly(mask.device):
                 out, finite = weigh(gradients(captures, grads), rule, mask, parameters)
             return *out.grads.values(), out.norms, out.weights, out.ignored, losses, finite
 
         data = [leaves[k] for k in self._tensors]
         with sdpa_kernel(_ATTENTION):
-            graph = make_fx(step)(*self._values(), *data, mask)
+            # On fake tensors: nothing is computed, and a model's own looks at values (a mask of ones?) do not branch.
+            trace = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
+            graph = trace(*self._values(), *data, mask)
         # Tensors that are no inputs (buffers, frozen parameters) are held by reference: as buffers of the graph they
         # follow whoever updates them in place.
         for name, t in [(n, t) for n, t in vars(graph).items() if isinstance(t, Tensor)]:
             delattr(graph, name)
             graph.register_buffer(name, t)
-        from torch._inductor.compile_fx import compile_fx  # slow to import, and eager users never need it
-
         with torch.no_grad():
-            compiled: Any = compile_fx(graph, [*self._values(), *data, mask])
-        self._run: Callable[..., Any] = compiled
+            self._run = backend(graph, [*self._values(), *data, mask])
         self._replay: Callable[[], Any] | None = None
         self._static: list[Tensor] = []
         with torch.no_grad():
@@ -152,10 +171,11 @@ class Fast:
 
     Args:
         model: its parameters must keep their storage, as they do under any torch optimizer.
+        backend: what compiles the traced graph.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, backend: Backend = inductor) -> None:
+        self._model, self._backend = model, backend
         self._known: dict[Any, Compiled | None] = {}
 
     def __call__(self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, *, keep: bool = False) -> ScaledSum:
@@ -191,7 +211,7 @@ class Fast:
                 return evaluate(parameters, run, data, blueprint, mask, [(1.0, values)])
 
             try:
-                self._known[key] = Compiled(parameters, at, rule, batch, mask)
+                self._known[key] = Compiled(parameters, at, rule, batch, mask, self._backend)
             except UnsupportedModel:
                 raise
             except Exception as error:

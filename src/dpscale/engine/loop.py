@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dpscale.engine import ScaledSum, backward, blueprints, check_losses, signature, trainable
+from dpscale.engine import ScaledSum, backward, blueprints, check_losses, exactly, signature, trainable
 from dpscale.engine.capture import Capture
 from dpscale.engine.combine import combine, gradients
 from dpscale.engine.errors import UnsupportedModel
@@ -50,7 +50,7 @@ class Recorder:
         grads = backward(self._captures, parameters, losses, mask.to(losses.dtype))
         if all(g is None for each in grads for g in each):
             raise _astray()
-        with torch.no_grad():
+        with exactly(losses.device):
             forms = gradients(self._captures, grads)
             return ScaledSum(losses=losses.detach(), **vars(combine(forms, rule, mask, parameters)))
 

@@ -47,7 +47,7 @@ def reference_sum(
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """(sums by name, norms, weights): what `dpscale.scaled_sum` must equal."""
     per_sample = per_sample_gradients(model, loss_fn, batch, points)
-    norms = torch.stack([g.flatten(1).square().sum(1) for g in per_sample.values()]).sum(0).sqrt()
+    norms = torch.stack([g.unsqueeze(-1).flatten(1).square().sum(1) for g in per_sample.values()]).sum(0).sqrt()
     weights = rule.weight(norms)
     if mask is not None:
         norms, weights = norms * mask, weights * mask
