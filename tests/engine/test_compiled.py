@@ -14,7 +14,7 @@ from dpscale.engine.compiled import Fast
 from ..helpers import SIZE, data, mlp, plan, train, vector
 from ..helpers import loss_fn as cross_entropy
 from .cases import SCALINGS, loss_fn
-from .test_models import build
+from .test_models import Flattened, build
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -68,6 +68,17 @@ def test_a_sample_that_is_not_finite_takes_the_way_back():
     assert ours.ignored == 1 and ours.weights[3] == 0
     for n, g in eager.grads.items():
         torch.testing.assert_close(ours.grads[n], g)
+
+
+def test_another_length_is_compiled_anew():
+    """A layout found on one position does not fit seven: the model is inspected again, not refused."""
+    model = Flattened(time_first=True).double()
+    fast, mask = Fast(model, backend=lambda graph, inputs: graph), torch.ones(5, dtype=torch.bool)
+    for length in (1, 7):
+        batch = (torch.randn(5, length, 4).double(),)
+        ours, eager = fast(loss_fn, batch, SCALINGS[0], mask), dpscale.scaled_sum(model, loss_fn, batch, SCALINGS[0])
+        torch.testing.assert_close(ours.norms, eager.norms)
+    assert [c is not None for c in fast._known.values()] == [True, True]
 
 
 def test_what_cannot_be_compiled_runs_eagerly_and_says_why(monkeypatch, caplog):

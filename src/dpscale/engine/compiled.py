@@ -33,6 +33,7 @@ from dpscale.engine import (
     signature,
     trainable,
 )
+from dpscale.engine.capture import Blueprint, BlueprintMismatch
 from dpscale.engine.combine import gradients, weigh
 from dpscale.scaling import Scaling
 
@@ -203,19 +204,24 @@ class Fast:
             def run(data: Any) -> Tensor:
                 return check_losses(loss_fn(self._model, data), batch_size(data)[0])
 
-            blueprint = next(blueprints(self._model, key[:2], parameters, run, batch))
-            if blueprint.provisional:
-                return None  # not yet: this batch could not show whether samples are kept apart
+            for blueprint in blueprints(self._model, key[:2], parameters, run, batch):
+                if blueprint.provisional:
+                    return None  # not yet: this batch could not show whether samples are kept apart
 
-            def at(values: Mapping[str, Tensor], data: Any, mask: Tensor) -> Any:
-                return evaluate(parameters, run, data, blueprint, mask, [(1.0, values)])
+                def at(values: Mapping[str, Tensor], data: Any, mask: Tensor, found: Blueprint = blueprint) -> Any:
+                    return evaluate(parameters, run, data, found, mask, [(1.0, values)])
 
-            try:
-                self._known[key] = Compiled(parameters, at, rule, batch, mask, self._backend)
-            except UnsupportedModel:
-                raise
-            except Exception as error:
-                reason = str(error).strip().splitlines()
-                log.warning("dpscale: runs eagerly, not compiled: %s", reason[0] if reason else type(error).__name__)
-                self._known[key] = None
+                try:
+                    self._known[key] = Compiled(parameters, at, rule, batch, mask, self._backend)
+                except BlueprintMismatch:
+                    continue
+                except UnsupportedModel:
+                    raise
+                except Exception as error:
+                    reason = str(error).strip().splitlines()
+                    log.warning(
+                        "dpscale: runs eagerly, not compiled: %s", reason[0] if reason else type(error).__name__
+                    )
+                    self._known[key] = None
+                break
         return self._known[key]
