@@ -1,5 +1,7 @@
 """The private loop: limits, datasets, micro-batches, the budget, and your own loop through `backward`."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -216,3 +218,15 @@ def test_reports_hold_no_graph():
     for batch in run.batches(data()):
         report = run.step(batch, loss_fn)
         assert not any(t.requires_grad for t in vars(report).values())
+
+
+def test_a_thousand_steps_hold_no_more_than_a_hundred():
+    """Nothing of a step is kept: not its graph, its batch, nor its report."""
+    run = private(steps=1000, lr=1e-4)
+    alive = {}
+    for batch in run.batches(data()):
+        run.step(batch, loss_fn)
+        if run.steps_taken in (100, 1000):
+            gc.collect()
+            alive[run.steps_taken] = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+    assert alive[1000] <= alive[100] + 2
