@@ -3,8 +3,8 @@
     python benchmarks/growth.py
     python benchmarks/growth.py --device cuda
 
-One quantity grows at a time, from a small stack of linear layers over sequences. The ratio is to the plain eager step in
-the same run (median of alternating rounds); the private step is eager too.
+One quantity grows at a time, from a small stack of linear layers over sequences. The ratio is to the plain eager step
+in the same run (median of alternating rounds); the private step is eager too.
 """
 
 import argparse
