@@ -18,7 +18,7 @@ lint: $(VENV)/.test           ## style and types
 	$(BIN)/mypy
 
 bench: $(VENV)/.bench         ## step time beside plain PyTorch and Opacus, and what both do with awkward models
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/step.py --batch 256
 	$(BIN)/python benchmarks/peers.py
 
 # One stamp per extra: torch first and pinned, so that nothing else can pull another build of it.
