@@ -190,6 +190,7 @@ def test_plan_and_model_are_left_alone():
     assert [n for n, _ in model.named_parameters()] == names
     assert set(model.state_dict()) == set(mlp().state_dict())
     assert run.plan == plan()
+    assert not model._forward_hooks and not model._forward_pre_hooks
 
 
 def test_no_batch_is_drawn_twice():

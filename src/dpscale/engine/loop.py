@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from dpscale.engine import ScaledSum, backward, blueprints, check_losses, exactly, signature, trainable
 from dpscale.engine.capture import Capture
@@ -29,16 +30,22 @@ class Recorder:
         self._outputs: list[GradientEdge] = []
         self._running: Capture | None = None
         self._checked = 0  # samples whose losses were seen to depend on no other sample
-        model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.register_forward_hook(self._after, always_call=True)
+        self._hooks: list[RemovableHandle] = []  # on the model only while a batch waits, so that none is saved with it
 
     def start(self, samples: int) -> None:
         """A batch of so many rows was drawn."""
-        self._samples, self._captures, self._outputs = samples, [], []
+        self.stop()
+        self._samples = samples
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self._model.register_forward_hook(self._after, always_call=True),
+        ]
 
     def stop(self) -> None:
         """No batch is waiting."""
         self._samples, self._captures, self._outputs = None, [], []
+        for hook in self._hooks:
+            hook.remove()
 
     def scaled_sum(self, losses: Tensor, rule: Scaling, mask: Tensor) -> ScaledSum:
         """As `dpscale.engine.scaled_sum`, from losses whose forward was captured."""
