@@ -23,7 +23,11 @@ def available(*operands: Tensor) -> bool:
 
 def gram_norm2_plain(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
     """The twin: (squared norms, norms of the terms (B, T))."""
-    gram_a, gram_g = torch.bmm(a_BTI, a_BTI.mT), torch.bmm(g_BTO, g_BTO.mT)
+    return from_grams(torch.bmm(a_BTI, a_BTI.mT), torch.bmm(g_BTO, g_BTO.mT))
+
+
+def from_grams(gram_a: Tensor, gram_g: Tensor) -> tuple[Tensor, Tensor]:
+    """(Squared norms, norms of the terms (B, T)) from the two Gram matrices of each sample."""
     diagonals = gram_a.diagonal(dim1=1, dim2=2).clamp(min=0) * gram_g.diagonal(dim1=1, dim2=2).clamp(min=0)
     return (gram_a * gram_g).sum((1, 2)), diagonals.sqrt()
 

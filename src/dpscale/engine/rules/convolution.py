@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
 from dpscale.engine.rules.forms import Change, Dense, Form, Stack, slack, wide
 from dpscale.engine.rules.linear import CHUNK, Outer
@@ -118,24 +119,29 @@ class Patches(Form):
                 gram = gram + pixels[:, r, c, r, c]
         gram_a = gram.reshape(len(x), rows * columns, rows * columns)
         gram_g = torch.bmm(g.flatten(2).mT, g.flatten(2))
-        diagonals = (m.diagonal(dim1=1, dim2=2).clamp(min=0) for m in (gram_a, gram_g))
-        sizes = torch.stack(list(diagonals)).prod(0).sqrt()
-        return (gram_a * gram_g).sum((1, 2)).clamp(min=0) + slack(sizes)
+        squares, sizes = kernels.from_grams(gram_a, gram_g)
+        return squares.clamp(min=0) + slack(sizes)
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One ordinary weight gradient, at the output gradient weighted per sample."""
-        g = wide(self.g)
+        return self._weight_gradient(self.x, self.g, weights_B)
+
+    def _weight_gradient(
+        self, x: Tensor, g: Tensor, weights_B: Tensor, transposed: bool = False, output_padding: tuple[int, ...] = ()
+    ) -> Tensor:
+        """torch's own gradient of the weight, for the input ``x`` and the output gradient w·``g``."""
+        g = wide(g)
         g = g * weights_B.to(g.dtype).view(-1, *[1] * (g.ndim - 1))
         _, grad, _ = torch.ops.aten.convolution_backward(
             g.flatten(0, 1),
-            wide(self.x).flatten(0, 1),
+            wide(x).flatten(0, 1),
             g.new_empty(self.weight_shape),
             None,
             self.stride,
             self.padding,
             self.dilation,
-            False,
-            [0] * len(self.stride),
+            transposed,
+            output_padding or [0] * len(self.stride),
             self.groups,
             [False, True, False],
         )

@@ -23,23 +23,7 @@ class TransposedPatches(Patches):
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One ordinary weight gradient of the transposed convolution."""
-        g = wide(self.x)
-        g = g * weights_B.to(g.dtype).view(-1, *[1] * (g.ndim - 1))
-        _, grad, _ = torch.ops.aten.convolution_backward(
-            g.flatten(0, 1),
-            wide(self.g).flatten(0, 1),
-            g.new_empty(self.weight_shape),
-            None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            True,
-            self.output_padding,
-            self.groups,
-            [False, True, False],
-        )
-        assert isinstance(grad, Tensor)
-        return grad
+        return self._weight_gradient(self.g, self.x, weights_B, True, self.output_padding)
 
 
 class TransposedConvolution(Rule):
