@@ -4,13 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-compiled lint bench clean
 
 demo: $(VENV)/.lab            ## compare the methods on handwritten digits; writes runs/digits/report.html
 	$(BIN)/dpscale compare digits --out runs/digits
 
 test: $(VENV)/.test           ## the whole suite, or a part: make test ARGS='tests/engine'
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-compiled: $(VENV)/.test  ## every model family through torch's compiler: an hour or two
+	$(BIN)/python -m pytest -n 2 --compiled $(ARGS)
 
 lint: $(VENV)/.test           ## style and types
 	$(BIN)/ruff check .

@@ -9,3 +9,18 @@ settings.register_profile(
 )
 settings.load_profile("dpscale")
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--compiled", action="store_true", help="run what takes torch's compiler an hour, and only that")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "compiled: only with --compiled (make test-compiled)")
+
+
+def pytest_collection_modifyitems(config, items):
+    wanted = config.getoption("--compiled")
+    chosen = {item: (item.get_closest_marker("compiled") is not None) == wanted for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not chosen[item]])
+    items[:] = [item for item in items if chosen[item]]

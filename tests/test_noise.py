@@ -87,19 +87,37 @@ def test_noise_is_fresh_at_every_step():
 
 def test_an_empty_batch_is_noise_alone():
     sums = {"w": torch.zeros(WIDTH)}
-    assert accepts(add_noise(sums, 2.0, Key(1), 1)["w"], 2.0)
+    add_noise(sums, 2.0, Key(1), 1)
+    assert accepts(sums["w"], 2.0)
 
 
 def test_noise_is_independent_between_parameters():
-    noisy = add_noise({"a": torch.zeros(WIDTH), "b": torch.zeros(WIDTH)}, 1.0, Key(1), 1)
+    noisy = {"a": torch.zeros(WIDTH), "b": torch.zeros(WIDTH)}
+    add_noise(noisy, 1.0, Key(1), 1)
     assert abs(torch.corrcoef(torch.stack([noisy["a"], noisy["b"]]))[0, 1]) < 6 / np.sqrt(WIDTH)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, 64, 1000])
+def test_noise_does_not_depend_on_the_chunks_it_is_drawn_in(monkeypatch, chunk):
+    """Every entry gets its own number of the stream, once, whether tensors are cut into pieces or share a chunk."""
+
+    def noise():
+        tensors = {"a": torch.zeros(60), "b": torch.zeros(5, 3).t(), "c": torch.zeros(()), "d": torch.zeros(8, 9)}
+        add_noise(tensors, 2.0, Key(1), 1)
+        return tensors
+
+    whole = noise()
+    monkeypatch.setattr("dpscale.noise.CHUNK", chunk)
+    parts = noise()
+    assert all(torch.equal(parts[name], t) for name, t in whole.items())
+    assert len(torch.cat([t.flatten() for t in whole.values()]).unique()) == 60 + 15 + 1 + 72
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_drawn_in_float32(dtype):
     """Trap 8: noise in bfloat16 has 8 bits; these entries need more than 16 to write down."""
-    noise = add_noise({"w": torch.zeros(1000, dtype=dtype)}, 1.0, Key(1), 1)["w"]
-    assert noise.dtype == dtype
+    noise = torch.zeros(1000, dtype=dtype)
+    add_noise({"w": noise}, 1.0, Key(1), 1)
     assert (noise != noise.bfloat16().to(dtype)).float().mean() > 0.9
     assert torch.equal(noise, noise.float().to(dtype))
 

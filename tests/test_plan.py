@@ -173,6 +173,7 @@ def test_to_dict_is_plain_json(mnist):
         "epochs": 20,
         "noise_multiplier": mnist.noise_multiplier,
         "delta": 1e-5,
+        "momentum": None,
         "accountant": "pld",
         "unsafe_no_noise": False,
     }

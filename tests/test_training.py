@@ -1,6 +1,8 @@
 """The private loop: limits, datasets, micro-batches, the budget, and your own loop through `backward`."""
 
 import gc
+import logging
+import re
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import dpscale
+from dpscale.engine.phases import listening
 
 from .helpers import SIZE, data, loss_fn, mlp, plan, private, train, vector
 
@@ -38,6 +41,26 @@ def test_micro_batches_do_not_change_the_result(micro_batch):
     whole = train(private(mlp(dtype=torch.float64)), data(dtype=torch.float64))
     parts = train(private(mlp(dtype=torch.float64), micro_batch=micro_batch), data(dtype=torch.float64))
     torch.testing.assert_close(whole, parts, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_the_log_says_once_how_long_the_inspection_took(how, caplog):
+    run, heard = private(), []
+    with caplog.at_level(logging.INFO, logger="dpscale"), listening(heard.append):
+        for batch in run.batches(data()):
+            run.step(batch, loss_fn) if how == "step" else run.backward(loss_fn(run.model, batch))
+            run.optimizer.zero_grad()
+    assert heard == ["inspecting", None]
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert re.fullmatch(r"dpscale: ready after \d+\.\d s \(inspecting \d+\.\d s\)", line)
+
+
+def test_a_refused_model_is_never_said_to_be_ready(caplog):
+    model, heard = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), []
+    log = caplog.at_level(logging.INFO, logger="dpscale")
+    with log, listening(heard.append), pytest.raises(dpscale.UnsupportedModel):
+        train(private(model))
+    assert heard == ["inspecting", None] and not caplog.records
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad"])

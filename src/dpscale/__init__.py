@@ -4,6 +4,12 @@ from dpscale.engine import ScaledSum as ScaledSum
 from dpscale.engine import UnsupportedModel as UnsupportedModel
 from dpscale.engine import scaled_sum as scaled_sum
 from dpscale.fix import fix as fix
+from dpscale.momentum import DiSK as DiSK
+from dpscale.momentum import HeavyBall as HeavyBall
+from dpscale.momentum import InnerOuter as InnerOuter
+from dpscale.momentum import PerSampleEMA as PerSampleEMA
+from dpscale.momentum import over_views as over_views
+from dpscale.momentum import views as views
 from dpscale.plan import Plan as Plan
 from dpscale.sampling import FixedSize as FixedSize
 from dpscale.sampling import FullBatch as FullBatch

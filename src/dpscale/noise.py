@@ -11,7 +11,7 @@ but they are not proven against somebody who sees many outputs.
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -42,8 +42,12 @@ class Key:
         return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(self.derive(label), pool_size=8)))
 
 
-def add_noise(sums: Mapping[str, Tensor], std: float, key: Key, step: int) -> dict[str, Tensor]:
-    """The sums with N(0, std²) added to every entry, independently.
+CHUNK = 1 << 24
+"""How many numbers of noise to hold at once."""
+
+
+def add_noise(sums: Mapping[str, Tensor], std: float, key: Key, step: int) -> None:
+    """Add N(0, std²) to every entry of the sums, independently, in place.
 
     Guarantee: each call draws fresh noise for its (key, step); it is the caller's part to call once per logical batch.
 
@@ -58,29 +62,40 @@ def add_noise(sums: Mapping[str, Tensor], std: float, key: Key, step: int) -> di
         step: number of the logical batch.
     """
     if std == 0:
-        return dict(sums)
-    label = f"noise/{step}"
-    noisy: dict[str, Tensor] = {}
+        return
     for device in dict.fromkeys(t.device for t in sums.values()):
-        here = {name: t for name, t in sums.items() if t.device == device}
-        flat = _standard_normal(sum(t.numel() for t in here.values()), key, f"{label}/{device}", device)
-        # One draw and one fused addition for all tensors: hundreds of small ones would cost more to launch than to do.
-        parts = [
-            part.view(t.shape)
-            for part, t in zip(flat.split([t.numel() for t in here.values()]), here.values(), strict=True)
-        ]
-        parts = [part.to(t.dtype) for part, t in zip(parts, here.values(), strict=True)]
-        noisy |= dict(zip(here, torch._foreach_add(list(here.values()), parts, alpha=std), strict=True))
-    return {name: noisy[name] for name in sums}
+        draw = _standard_normal(key, f"noise/{step}/{device}", device)
+        # One draw and one fused addition for many tensors: hundreds of small ones cost more to launch than to do.
+        for pieces in _chunks([t for t in sums.values() if t.device == device]):
+            noise = draw(sum(t.numel() for t in pieces)).split([t.numel() for t in pieces])
+            torch._foreach_add_(
+                pieces, [n.view(t.shape).to(t.dtype) for n, t in zip(noise, pieces, strict=True)], alpha=std
+            )
 
 
-def _standard_normal(count: int, key: Key, label: str, device: torch.device) -> Tensor:
-    """``count`` float32 numbers. On an accelerator its own generator draws them, keyed by 64 bits and, on CUDA, started
-    at one of 2⁶⁰ places of its counter."""
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors, large ones in pieces, in lists of about `CHUNK` numbers at most."""
+    held: list[Tensor] = []
+    room = CHUNK
+    for t in tensors:
+        for piece in t.view(-1).split(CHUNK) if t.numel() > CHUNK and t.is_contiguous() else (t,):
+            if held and piece.numel() > room:
+                yield held
+                held, room = [], CHUNK
+            held.append(piece)
+            room -= piece.numel()
+    if held:
+        yield held
+
+
+def _standard_normal(key: Key, label: str, device: torch.device) -> Callable[[int], Tensor]:
+    """A stream of float32 numbers. On an accelerator its own generator draws them, keyed by 64 bits and, on CUDA,
+    started at one of 2⁶⁰ places of its counter."""
     if device.type == "cpu":
-        return torch.from_numpy(key.generator(label).standard_normal(count, dtype=np.float32))
+        numbers = key.generator(label)
+        return lambda count: torch.from_numpy(numbers.standard_normal(count, dtype=np.float32))
     bits = key.derive(label)
     generator = torch.Generator(device).manual_seed(bits & (2**64 - 1))
     if device.type == "cuda":
         generator.set_offset((bits >> 64 & (2**60 - 1)) * 4)
-    return torch.randn(count, dtype=torch.float32, device=device, generator=generator)
+    return lambda count: torch.randn(count, dtype=torch.float32, device=device, generator=generator)

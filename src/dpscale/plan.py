@@ -15,6 +15,7 @@ import dp_accounting
 from dpscale import accounting
 from dpscale.accounting import Accountant
 from dpscale.checks import is_number, require, require_count, require_positive, require_probability
+from dpscale.momentum import MOMENTA, Momentum
 from dpscale.sampling import SAMPLERS, Adjacency, Sampling
 from dpscale.scaling import RULES, Scaling
 
@@ -51,6 +52,7 @@ class Plan:
         epochs: passes over the data; ``steps`` is computed from it by the sampler.
         noise_multiplier: noise std / bound; None until `calibrate`.
         delta: the δ that `epsilon` and `statement` use when not told another.
+        momentum: over which released points gradients are combined, and what follows the noise; None: one gradient.
         accountant: "pld" (tight) or "rdp".
         unsafe_no_noise: train without noise and without privacy, as a baseline.
 
@@ -69,6 +71,7 @@ class Plan:
     epochs: float | None = None
     noise_multiplier: float | None = None
     delta: float | None = None
+    momentum: Momentum | None = None
     accountant: Accountant = "pld"
     unsafe_no_noise: bool = False
 
@@ -80,6 +83,10 @@ class Plan:
         must = " or ".join(repr(a) for a in get_args(Accountant))
         action = "'pld' is the tighter one."
         require(self.accountant in get_args(Accountant), "Plan", "accountant", must, self.accountant, action)
+        if self.momentum is not None:
+            must = f"one of {', '.join(kind.__name__ for kind in MOMENTA.values())}, or None"
+            require(isinstance(self.momentum, Momentum), "Plan", "momentum", must, self.momentum)
+            self.momentum.check(self.sampling)
 
     def _settle_noise(self) -> None:
         sigma, bound = self.noise_multiplier, self.scaling.bound
@@ -202,6 +209,7 @@ class Plan:
             f"Steps: {self.steps:,}, each one sum divided by the expected batch size {self.expected_batch}.",
             f"Noise: multiplier {self.noise_multiplier:.6g}, standard deviation {self.noise_std:.6g} on each sum.",
             f"Scaling: {self.scaling}, so that no sample adds more than {self.bound:.6g}.",
+            *([f"Momentum: {self.momentum.describe()}. It costs no privacy."] if self.momentum else []),
             *([self.sampling.note] if self.sampling.note else []),
             _NOT_COUNTED,
         ]
@@ -216,6 +224,7 @@ class Plan:
             "epochs": self.epochs,
             "noise_multiplier": self.noise_multiplier,
             "delta": self.delta,
+            "momentum": None if self.momentum is None else _named(self.momentum, MOMENTA),
             "accountant": self.accountant,
             "unsafe_no_noise": self.unsafe_no_noise,
         }
@@ -260,7 +269,7 @@ def _up(epsilon: float) -> str:
     return f"{math.ceil(epsilon * 1000) / 1000:g}" if epsilon < 1000 else f"{math.ceil(epsilon)}"
 
 
-def _named(value: Scaling | Sampling, registry: dict[str, Any]) -> dict[str, Any]:
+def _named(value: Scaling | Sampling | Momentum, registry: dict[str, Any]) -> dict[str, Any]:
     names = {kind: name for name, kind in registry.items()}
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
     # Strict JSON has no infinity; Clip(C=inf) is the only one that can occur.

@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpscale.checks import require, require_count
-from dpscale.engine import LossFn, ScaledSum, batch_size, require_finite, scaled_sum, trainable
+from dpscale.engine import LossFn, ScaledSum, batch_size, per_sample_sum, require_finite, scaled_sum, trainable
 from dpscale.engine.compiled import Fast
 from dpscale.engine.loop import Recorder
+from dpscale.momentum import Course, Weights
 from dpscale.noise import Key, add_noise
 from dpscale.plan import Plan
 from dpscale.sampling import pad
@@ -69,6 +70,7 @@ class Private:
         self._unstepped = False
         self._recorder = Recorder(model)
         self._fast = Fast(model) if compile else None
+        self._course: Course | None = None
         optimizer.register_step_post_hook(self._stepped)
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -136,11 +138,13 @@ class Private:
             loss_fn: ``loss_fn(model, batch)`` -> per-sample losses, shape (B,).
         """
         mask = self._take(batch)
+        points = self._begun(len(mask)).points()
         sums: dict[str, Tensor] = {}
         reports = []
-        for part, part_mask in _split(batch, mask, self._micro_batch):
+        for rows, part, part_mask in _split(batch, mask, self._micro_batch):
             with _memory_advice(self._micro_batch):
-                out = self._scaled_sum(loss_fn, part, part_mask, keep=len(part_mask) < len(mask))  # Σ w(‖g‖)·g
+                keep = len(part_mask) < len(mask)
+                out = self._scaled_sum(loss_fn, part, part_mask, points, rows, keep)  # Σ w(‖g‖)·g
             sums = {n: sums[n] + g if n in sums else g for n, g in out.grads.items()}
             reports.append(out)
         report = _report(reports, mask)
@@ -149,10 +153,26 @@ class Private:
         self.optimizer.zero_grad()
         return report
 
-    def _scaled_sum(self, loss_fn: LossFn, batch: Any, mask: Tensor, *, keep: bool) -> ScaledSum:
-        if self._fast is None:
-            return scaled_sum(self.model, loss_fn, batch, self.plan.scaling, mask)
-        return self._fast(loss_fn, batch, self.plan.scaling, mask, keep=keep)
+    def _scaled_sum(
+        self, loss_fn: LossFn, batch: Any, mask: Tensor, points: list[tuple[float, Weights]], rows: slice, keep: bool
+    ) -> ScaledSum:
+        course, rule = self._course, self.plan.scaling
+        if course is not None and course.per_sample:
+            return per_sample_sum(
+                self.model, loss_fn, batch, rule, mask, lambda grads: course.remember(grads, rows, mask)
+            )
+        several = points if len(points) > 1 else None
+        if self._fast is not None:
+            return self._fast(loss_fn, batch, rule, mask, several, keep=keep)
+        return scaled_sum(self.model, loss_fn, batch, rule, mask, several and [(c, w) for c, w in several if c])
+
+    def _begun(self, samples: int) -> Course:
+        """The momentum's memory, made at the first step: only then is the model where it stays."""
+        if self._course is None:
+            momentum, parameters = self.plan.momentum, trainable(self.model)
+            self._course = Course(parameters) if momentum is None else momentum.start(parameters)
+            self._course.allocate(samples)
+        return self._course
 
     def backward(self, losses: Tensor) -> StepReport:
         """In place of ``losses.mean().backward()`` in a loop of your own: afterwards every ``.grad`` is private.
@@ -168,7 +188,14 @@ class Private:
                 "and both would be charged. Call optimizer.step() and optimizer.zero_grad() first; for larger "
                 "batches, raise the plan's batch."
             )
+        momentum = self.plan.momentum
+        if momentum is not None and not momentum.alone:
+            raise RuntimeError(
+                f"{type(momentum).__name__} needs each sample's gradient at other weights than the model's, or a "
+                "memory of it, and backward() sees one forward at the present ones. Call private.step(batch, loss_fn)."
+            )
         mask = self._take(losses)
+        self._begun(len(mask))
         with _memory_advice(self._micro_batch):
             out = self._recorder.scaled_sum(losses, self.plan.scaling, mask)
         report = _report([out], mask)
@@ -195,17 +222,19 @@ class Private:
         )  # fmt: skip
         return self._drawn.to(device)
 
-    def _release(self, sums: Mapping[str, Tensor], report: StepReport) -> None:
+    def _release(self, sums: dict[str, Tensor], report: StepReport) -> None:
         """Book the step, add the noise once, divide by the expected batch size, and hand over to the optimizer."""
         if bool(report.ignored) and int(report.ignored) == int(report.mask.sum()):
             require_finite(self.model)
         self._drawn = None
         self._recorder.stop()
         self.steps_taken += 1
-        noisy = add_noise(sums, self.plan.noise_std, self._key, self.steps_taken)
-        means = torch._foreach_div(list(noisy.values()), self.plan.expected_batch)
+        add_noise(sums, self.plan.noise_std, self._key, self.steps_taken)
+        assert self._course is not None
+        self._course.release(sums)
+        torch._foreach_div_(list(sums.values()), self.plan.expected_batch)
         parameters = trainable(self.model)
-        for name, mean in zip(noisy, means, strict=True):
+        for name, mean in sums.items():
             parameters[name].grad = mean.to(parameters[name].dtype)
 
     def _stepped(self, *_: Any) -> None:
@@ -237,6 +266,9 @@ def privatize(
         on it.
         compile: trace and compile `Private.step` at its first batch, which takes from seconds to a minute and pays over
             a long run. None: on CUDA only. What cannot be compiled runs eagerly, with one line that says why.
+
+    What comes before the first step (inspection, compilation) is logged by the logger ``dpscale`` at level INFO, with
+    its seconds.
 
     Example:
         >>> import torch, dpscale; from torch import nn; from torch.utils.data import TensorDataset
@@ -289,10 +321,11 @@ def _memory_advice(rows: int) -> Iterator[None]:
         ) from error
 
 
-def _split(batch: Any, mask: Tensor, rows: int) -> Iterator[tuple[Any, Tensor]]:
+def _split(batch: Any, mask: Tensor, rows: int) -> Iterator[tuple[slice, Any, Tensor]]:
     """Micro-batches of one shape; a draw is always padded to a whole number of them."""
     for k in range(0, len(mask), rows):
-        yield tree_map(lambda t, k=k: t[k : k + rows] if isinstance(t, Tensor) else t, batch), mask[k : k + rows]
+        part = slice(k, k + rows)
+        yield part, tree_map(lambda t, part=part: t[part] if isinstance(t, Tensor) else t, batch), mask[part]
 
 
 def _report(parts: list[Any], mask: Tensor) -> StepReport:

@@ -19,12 +19,16 @@ VOCABULARY = 11
 
 @dataclass(frozen=True)
 class Family:
-    """How to build the model, ``batch(B)``, and per-sample losses. ``evaluation``: to be run in eval mode."""
+    """How to build the model, ``batch(B)``, and per-sample losses.
+
+    ``evaluation``: to be run in eval mode. ``single``: some of it runs in float32 whatever its own type is.
+    """
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], Any]
     loss: Callable[[Any, Any], Tensor] = loss_fn
     evaluation: bool = False
+    single: bool = False
 
 
 class Of(nn.Module):
@@ -244,11 +248,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "checkpointed": Family(lambda: checkpointed(reentrant=False), floats(5, 3)),
     "gpt2": Family(gpt2, text, language_loss),
-    "llama": Family(llama, text, language_loss),
+    "llama": Family(llama, text, language_loss, single=True),
     "bert": Family(bert, classes(text), classifier_loss),
     "vit": Family(vit, classes(lambda b: {"pixel_values": floats(1, 8, 8)(b)[0]}), classifier_loss),
     "lora-gpt2": Family(lambda: lora(gpt2(), ["c_attn"], fan_in_fan_out=True), text, language_loss),
-    "lora-llama": Family(lambda: lora(llama(), ["q_proj", "v_proj"], use_dora=True), text, language_loss),
+    "lora-llama": Family(lambda: lora(llama(), ["q_proj", "v_proj"], use_dora=True), text, language_loss, single=True),
     "lora-linear": Family(
         lambda: lora(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), ["0", "2"]), floats(4)
     ),

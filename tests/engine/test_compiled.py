@@ -1,6 +1,7 @@
 """The compiled step: the same answer, one compilation for a whole run, and a way back where it cannot be had."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import dpscale
 from dpscale.engine import compiled as module
-from dpscale.engine import kernels
+from dpscale.engine import kernels, phases
 from dpscale.engine.compiled import Fast
 
 from ..helpers import SIZE, data, mlp, plan, train, vector
@@ -79,6 +80,18 @@ def test_another_length_is_compiled_anew():
         ours, eager = fast(loss_fn, batch, SCALINGS[0], mask), dpscale.scaled_sum(model, loss_fn, batch, SCALINGS[0])
         torch.testing.assert_close(ours.norms, eager.norms)
     assert [c is not None for c in fast._known.values()] == [True, True]
+
+
+def test_the_cold_start_is_told_and_logged(caplog):
+    model, batch = build("flattened")
+    fast, mask, heard = Fast(model, backend=lambda graph, inputs: graph), torch.ones(5, dtype=torch.bool), []
+    with caplog.at_level(logging.INFO, logger="dpscale"), phases.listening(heard.append):
+        for _ in range(2):
+            fast(loss_fn, batch, SCALINGS[0], mask)
+    assert heard == ["inspecting", "tracing", "compiling", None]
+    (line,) = [r.getMessage() for r in caplog.records]
+    s = r"\d+\.\d s"
+    assert re.fullmatch(rf"dpscale: ready after {s} \(inspecting {s}, tracing {s}, compiling {s}\)", line)
 
 
 def test_what_cannot_be_compiled_runs_eagerly_and_says_why(monkeypatch, caplog):

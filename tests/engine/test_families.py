@@ -1,7 +1,8 @@
 """Every family of models × precision × scaling rule × way of running, against the oracle."""
 
 import contextlib
-from functools import cache
+import copy
+from functools import cache, partial
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves, tree_map
 
 import dpscale
-from dpscale.engine import inspection
+from dpscale import engine
+from dpscale.engine import compiled, inspection
 from dpscale.engine.compiled import Fast
 from dpscale.engine.reference import per_sample_gradients
+from dpscale.scaling import Scaling
 
 from .cases import SCALINGS, loss_fn
 from .families import (
@@ -35,19 +38,27 @@ from .families import (
 )
 
 
-def traced(model, loss_fn, batch, rule):
-    """The compiled path up to the compiler: the whole step as one graph, run on other data than it was traced on."""
-    fast = Fast(model, backend=lambda graph, inputs: graph)
-    samples = len(next(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)))
-    mask = torch.ones(samples, dtype=torch.bool)
-    fast(loss_fn, tree_map(lambda t: t.flip(0) if isinstance(t, torch.Tensor) else t, batch), rule, mask)
-    out = fast(loss_fn, batch, rule, mask)
-    assert [compiled is not None for compiled in fast._known.values()] == [True], "it ran eagerly"
-    return out
+class Whole:
+    """The compiled path: the whole step as one graph, run on other data than it was traced on."""
+
+    def __init__(self, model, backend):
+        self.fast = Fast(model, backend)
+
+    def __call__(self, loss_fn, batch, rule):
+        samples = len(next(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)))
+        mask = torch.ones(samples, dtype=torch.bool)
+        self.fast(loss_fn, tree_map(lambda t: t.flip(0) if isinstance(t, torch.Tensor) else t, batch), rule, mask)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(compiled, "scaled_sum")  # the eager way back
+            return self.fast(loss_fn, batch, rule, mask, keep=True)
 
 
-WAYS = {"eager": dpscale.scaled_sum, "traced": traced}
-"""How to compute a scaled sum: ``(model, loss_fn, batch, rule) -> ScaledSum``."""
+WAYS = {
+    "eager": lambda model: partial(dpscale.scaled_sum, model),
+    "traced": lambda model: Whole(model, lambda graph, inputs: graph),  # up to the compiler
+    "inductor": lambda model: Whole(model, compiled.inductor),
+}
+"""How to compute a scaled sum: ``model -> (loss_fn, batch, rule) -> ScaledSum``."""
 
 PRECISIONS = {
     "float64": (torch.float64, 1e-9),
@@ -57,8 +68,17 @@ PRECISIONS = {
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+by_name = partial(pytest.mark.parametrize, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
+compiler = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+"""What torch's compiler warns of in its own code."""
+
 COMBINED = [(rule, "eager") for rule in SCALINGS] + [(SCALINGS[3], "traced")]
 """Every rule eagerly; traced, one: the rule is the last few operations of the graph, the same for all families."""
+
+SAMPLE = [(family, "float32", SCALINGS[3]) for family in ("rnn", "attention", "lora-linear", "fixed-batch-norm")]
+SAMPLE += [("spectral-norm", "float32", rule) for rule in SCALINGS]
+SAMPLE += [("spectral-norm", "bf16-autocast", SCALINGS[0])]
+"""What every run of the suite compiles: families that differ in kind; one of them with each rule, and in 16 bits."""
 
 
 @cache
@@ -81,14 +101,14 @@ def released(out):
     return torch.cat([g.double().flatten() for g in out.grads.values()]).norm().item()
 
 
-@every_family
-@every_precision
-@pytest.mark.parametrize("rule, way", COMBINED, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
-def test_equals_oracle_and_stays_within_the_bound(family, precision, rule, way):
+def check_matrix(family, precision, rule, way, run):
+    """Norms and sums of ``run(loss_fn, batch)`` are the oracle's, and one sample alone releases at most the bound."""
     (dtype, rtol), (model, loss, batch, gradients) = PRECISIONS[precision], prepared(family, precision)
+    if FAMILIES[family].single and way == "inductor":
+        rtol = max(rtol, 1e-6)  # the compiler rounds float32 otherwise than the oracle does
     norms = torch.stack([g.double().flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
     assert norms.min() > 1e-3, "the example has no gradient to speak of"
-    out = WAYS[way](model, loss, batch, rule)
+    out = run(loss, batch)
     assert set(out.grads) == {n for n, p in model.named_parameters() if p.requires_grad}
     assert {t.dtype for t in (out.norms, *out.grads.values())} == {dtype}
     torch.testing.assert_close(out.norms.double(), norms, rtol=rtol, atol=rtol * norms.max().item())
@@ -97,8 +117,55 @@ def test_equals_oracle_and_stays_within_the_bound(family, precision, rule, way):
         expected = torch.einsum("b,b...->...", weights, g.double())
         torch.testing.assert_close(out.grads[name].double(), expected, rtol=rtol, atol=rtol * rule.bound, msg=name)
     for i in range(2):
-        one = WAYS[way](model, loss, tree_map(lambda t, i=i: t[i : i + 1], batch), rule)
+        one = run(loss, tree_map(lambda t, i=i: t[i : i + 1], batch))
         assert released(one) <= rule.bound * (1 + 1e-5)
+
+
+@every_family
+@every_precision
+@by_name("rule, way", COMBINED)
+def test_equals_oracle_and_stays_within_the_bound(family, precision, rule, way):
+    run = WAYS[way](prepared(family, precision)[0])
+    check_matrix(family, precision, rule, way, partial(run, rule=rule))
+
+
+@compiler
+@by_name("family, precision, rule", SAMPLE)
+def test_compiled_equals_oracle_and_stays_within_the_bound(family, precision, rule):
+    run = WAYS["inductor"](prepared(family, precision)[0])
+    check_matrix(family, precision, rule, "inductor", partial(run, rule=rule))
+
+
+class OneOf(Scaling):
+    """All four rules in one graph. Which of them counts is a tensor that the graph reads."""
+
+    def __init__(self):
+        object.__setattr__(self, "chosen", torch.zeros(len(SCALINGS), 1, dtype=torch.bool))
+
+    def choose(self, rule):
+        self.chosen.copy_(torch.tensor([[r is rule] for r in SCALINGS]))
+
+    def weight(self, norms):
+        return torch.stack([rule.weight(norms) for rule in SCALINGS]).where(self.chosen, 0.0).sum(0)
+
+    _weight = peak_norm = peak_weight = None
+
+
+@pytest.mark.compiled
+@compiler
+@every_family
+@every_precision
+def test_compiled_matrix(family, precision):
+    """Every family and precision through the compiler, with every rule.
+
+    One compilation for four samples and one for a single sample; both hold all four rules, which are then chosen in
+    turn. That a rule alone compiles to the same is tested on one family, above.
+    """
+    rules, run = OneOf(), WAYS["inductor"](prepared(family, precision)[0])
+    for rule in SCALINGS:
+        rules.choose(rule)
+        check_matrix(family, precision, rule, "inductor", partial(run, rule=rules))
+    assert len(run.fast._known) == 2
 
 
 @every_family
@@ -180,6 +247,103 @@ def test_the_fast_path_of_attention_in_eval_mode_is_never_taken(monkeypatch):
         dpscale.scaled_sum(model, loss_fn, floats(5, 4)(4), SCALINGS[0])
     with pytest.raises(AssertionError), torch.no_grad():
         model(floats(5, 4)(4)[0])
+
+
+# What the inspection is remembered for
+
+
+@pytest.fixture
+def inspections(monkeypatch):
+    """Grows by one with each inspection."""
+    inspected, original = [], engine.inspect
+    monkeypatch.setattr(engine, "inspect", lambda *args: inspected.append(1) or original(*args))
+    return inspected
+
+
+def check_norms(model, batch, loss=loss_fn):
+    gradients = per_sample_gradients(copy.deepcopy(model), loss, batch)  # it exchanges weights, and LSTMs notice
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
+    out = dpscale.scaled_sum(model, loss, batch, SCALINGS[0])
+    torch.testing.assert_close(out.norms, norms, rtol=1e-9, atol=1e-9 * norms.max().item())
+
+
+def test_each_length_is_inspected_once(inspections):
+    """The operations of a recurrent network depend on the length: what was found for one does not fit another."""
+    model = make(FAMILIES["lstm"])
+    for length in (5, 7, 5, 7, 5):
+        check_norms(model, floats(length, 3)(4))
+    assert len(inspections) == 2
+
+
+def test_other_batch_sizes_need_no_new_inspection(inspections):
+    model = make(FAMILIES["encoder"])
+    for samples in (4, 1, 9):
+        check_norms(model, floats(5, 4)(samples))
+    assert len(inspections) == 1
+
+
+def test_the_lengths_seen_last_are_remembered(inspections, monkeypatch):
+    monkeypatch.setattr(engine, "_REMEMBERED", 2)
+    model = make(FAMILIES["encoder"])
+    for length in (3, 4, 3, 5, 3):
+        dpscale.scaled_sum(model, loss_fn, floats(length, 4)(4), SCALINGS[0])
+    assert len(inspections) == 3
+
+
+@pytest.mark.parametrize("lengths", [(4, 8), (8, 4), (1, 8)])
+def test_a_forward_that_puts_long_sequences_time_first(lengths):
+    """The same operations on the same number of rows, which are samples' at one length and positions' at another."""
+
+    def run(self, x):
+        if x.shape[1] < 8:
+            return self.b(torch.tanh(self.a(x)))
+        return self.b(torch.tanh(self.a(x.transpose(0, 1)))).transpose(0, 1)
+
+    model = make(Family(lambda: Of(run, a=nn.Linear(4, 5), b=nn.Linear(5, 3)), floats(4)))
+    for length in lengths:
+        check_norms(model, floats(length, 4)(8))
+
+
+def test_coupling_of_tokens_that_begins_with_larger_batches():
+    """Integers cannot be made NaN: one sample of the whole batch is exchanged for another."""
+
+    def run(self, x):
+        h = self.table(x)
+        return self.head(h - h.mean(0) if len(x) > 3 else h - h.mean(1, keepdim=True))
+
+    model = make(Family(lambda: Of(run, table=nn.Embedding(9, 4), head=nn.Linear(4, 2)), text))
+    tokens = torch.randint(0, 9, (8, 5), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
+        dpscale.scaled_sum(model, loss_fn, (tokens,), SCALINGS[0])
+
+
+class Prompts(nn.Module):
+    """Before each layer a prompt, made from parameters alone, is repeated for each sample; two are used twice."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(depth))
+        self.prompts = nn.ParameterList(torch.randn(2, 4) for _ in range(depth))
+        self.shift, self.ran = nn.Parameter(torch.randn(4)), 0
+
+    def forward(self, x):
+        self.ran += 1
+        for layer, prompt in zip(self.layers, self.prompts, strict=True):
+            own = torch.tanh(prompt * 2).expand(len(x), -1, -1)
+            own = torch.softmax(own + 0.1, -1).add(self.shift)  # of parameters alone, unless the expansion is known
+            late = self.shift.expand(len(x), 1, -1).mul(0.5)
+            x = torch.tanh(layer(torch.cat([own, late, x], 1)))
+        return x
+
+
+def test_parameters_repeated_for_each_sample_are_found_at_once():
+    runs = {}
+    for depth in (1, 4):
+        model = make(Family(lambda depth=depth: Prompts(depth), floats(3, 4)))
+        dpscale.scaled_sum(model, loss_fn, floats(3, 4)(4), SCALINGS[0])
+        runs[depth] = model.ran
+        check_norms(model, floats(3, 4)(4))
+    assert runs[1] == runs[4]
 
 
 # What draws random numbers, or keeps state, cannot be compared sample by sample: compare with the whole batch's losses

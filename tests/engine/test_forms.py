@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dpscale.engine import kernels
 from dpscale.engine.rules import convolution, linear
 from dpscale.engine.rules.addition import Sum, total
 from dpscale.engine.rules.bag import Scattered
 from dpscale.engine.rules.convolution import Patches
 from dpscale.engine.rules.embedding import Rows
-from dpscale.engine.rules.forms import Dense, Drop, Stack, Widen
+from dpscale.engine.rules.forms import Dense, Drop, Packed, Stack, Widen
 from dpscale.engine.rules.linear import Outer
 
 
@@ -176,3 +177,70 @@ class Largest(TorchDispatchMode):
             if isinstance(t, torch.Tensor):
                 self.numbers = max(self.numbers, t.numel())
         return out
+
+
+def fast_forms():
+    """Forms that CUDA's kernels would take, in the shapes that lead to each of them, with what they stand for."""
+    torch.manual_seed(0)
+
+    def patches(channels, outputs, space, kernel, stride, padding, dilation):
+        x = torch.randn(3, 1, channels, *space).bfloat16()
+        weight = torch.zeros(outputs, channels, *kernel, requires_grad=True)
+        conv = torch.conv1d if len(space) == 1 else torch.conv2d
+        out = conv(x[:, 0].float(), weight, None, stride, padding, dilation)
+        g = torch.randn(out.shape).bfloat16().unsqueeze(1)
+        return Patches(x, g, weight.shape, stride, padding, dilation, 1)
+
+    def outer(t, i, o):
+        return Outer(torch.randn(3, t, i).bfloat16(), torch.randn(3, t, o).bfloat16())
+
+    return {
+        "gram": outer(20, 40, 50),
+        "products": outer(40, 7, 5),
+        "products-not-kept": outer(40, 7, 5),
+        "conv-narrow": patches(3, 4, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1)),
+        "conv-kept": patches(20, 4, (9, 8), (3, 2), (2, 1), (1, 0), (1, 2)),
+        "conv-not-kept": patches(20, 24, (6, 6), (3, 3), (1, 1), (2, 0), (1, 1)),
+        "conv-line": patches(30, 4, (40,), (3,), (2,), (1,), (1,)),
+    }
+
+
+@pytest.mark.parametrize("name", fast_forms())
+def test_the_ways_of_cuda_are_the_same_gradients(monkeypatch, name):
+    """Here the kernels' twins stand in for them; the kernels themselves are held to the twins where there is a GPU."""
+    form = fast_forms()[name]
+    exact = form.map(Widen()).per_sample()
+    monkeypatch.setattr(kernels, "available", lambda *_: True)
+    monkeypatch.setattr(convolution, "SMALL", 0)
+    if name == "products-not-kept":
+        monkeypatch.setattr(linear, "CHUNK", 0)
+    called = []
+    for way in ("gram_norm2", "square", "keep", "weigh"):
+        plain = getattr(kernels, way)
+        monkeypatch.setattr(kernels, way, lambda *a, way=way, plain=plain: called.append(way) or plain(*a))
+    settled = form.settle()
+    w = torch.tensor([0.5, 0.0, 2.0])
+    rounding = 2**-8 if "keep" in called else 1e-6  # kept gradients are bfloat16, as autograd's are
+    slack = 2e-5  # the Gram identity's own
+    norms = exact.square().flatten(1).sum(1)
+    torch.testing.assert_close(settled.norm2().double(), norms, rtol=2 * rounding + slack, atol=0)
+    summed = torch.einsum("b,b...->...", w.double(), exact)
+    assert (settled.weighted(w).double() - summed).norm() <= rounding * summed.norm()
+    ways = {"gram": {"gram_norm2", "weigh"}, "not-kept": {"square", "weigh"}}
+    assert set(called) == next((w for end, w in ways.items() if name.endswith(end)), {"keep"})
+    if "keep" in called:  # what is bounded is what is summed: the norm is that of the rounded gradients
+        norms = settled.per_sample().double().square().flatten(1).sum(1)
+        torch.testing.assert_close(settled.norm2().double(), norms, rtol=1e-6, atol=0)
+
+
+def test_small_gradients_are_packed_without_a_trace():
+    """One norm and one sum for many small tensors are what each would have given."""
+    torch.manual_seed(0)
+    grads = {"a": randn(3, 4), "b": randn(3), "c": randn(3, 2, 5)}
+    w = randn(3)
+    packed = Packed.of({name: Dense(g) for name, g in grads.items()})
+    torch.testing.assert_close(packed.all.norm2(), sum(Dense(g).norm2() for g in grads.values()))
+    sums = packed.weighted(w)
+    assert list(sums) == list(grads)
+    for name, g in grads.items():
+        torch.testing.assert_close(sums[name], Dense(g).weighted(w))

@@ -17,6 +17,8 @@ from dpscale.engine.capture import Blueprint, BlueprintMismatch, Capture
 from dpscale.engine.combine import Weighted, combine, edges, gradients
 from dpscale.engine.errors import UnsupportedModel as UnsupportedModel
 from dpscale.engine.inspection import inspect
+from dpscale.engine.phases import phase
+from dpscale.engine.rules.forms import Dense
 from dpscale.engine.taint import inconclusive
 from dpscale.engine.taint import require_finite as require_finite
 from dpscale.scaling import Scaling
@@ -24,11 +26,11 @@ from dpscale.scaling import Scaling
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch) -> losses``, one per sample, shape (B,)."""
 
-Points = Sequence[tuple[float, Mapping[str, Tensor]]]
+Points = Sequence[tuple[float | Tensor, Mapping[str, Tensor]]]
 """``[(coefficient, {parameter name: tensor}), ...]``: released weights over which gradients are combined."""
 
 _inspected: WeakKeyDictionary[nn.Module, dict[Any, Blueprint]] = WeakKeyDictionary()
-_REMEMBERED = 16  # inspections of one model
+_REMEMBERED = 64  # inspections of one model
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,25 @@ def scaled_sum(
         >>> out.grads["weight"].shape, bool((out.norms * out.weights).max() <= 0.1 + 1e-6)
         (torch.Size([2, 3]), True)
     """
+    return _summed(model, loss_fn, batch, rule, mask, points)
+
+
+def per_sample_sum(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    rule: Scaling,
+    mask: Tensor,
+    change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
+) -> ScaledSum:
+    """As `scaled_sum`, of what ``change`` makes of the per-sample gradients (B, *shape): B whole gradients are held."""
+    return _summed(model, loss_fn, batch, rule, mask, None, change)
+
+
+def _summed(
+    model: nn.Module, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor | None, points: Points | None,
+    change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
+) -> ScaledSum:  # fmt: skip
     parameters = trainable(model)
     samples, device = batch_size(batch)
     mask = check_mask("scaled_sum", mask, samples, device)
@@ -97,7 +118,14 @@ def scaled_sum(
         except BlueprintMismatch:
             continue
     with exactly(device):
-        return ScaledSum(losses=losses, **vars(combine(gradients(captures, grads), rule, mask, parameters)))
+        forms = gradients(captures, grads)
+        if change is not None:
+            whole = {
+                n: forms[n].per_sample() if n in forms else p.new_zeros(samples, *p.shape)
+                for n, p in parameters.items()
+            }
+            forms = {n: Dense(g) for n, g in change(whole).items()}
+        return ScaledSum(losses=losses, **vars(combine(forms, rule, mask, parameters)))
 
 
 @contextmanager
@@ -112,13 +140,17 @@ def blueprints(
 ) -> Iterator[Blueprint]:
     """What is known of the model; then, if that did not fit, what a new inspection finds; then an error."""
     known = _inspected.setdefault(model, {})
-    if signature in known and not (known[signature].provisional and not inconclusive(batch)):
-        yield known[signature]
-    known.pop(signature, None)
+    found = known.pop(signature, None)
+    if found is not None and not (found.provisional and not inconclusive(batch)):
+        known[signature] = found  # put last: the first is forgotten first
+        yield found
+        known.pop(signature)
+    with phase("inspecting"):
+        found = inspect(model, parameters, run, batch)
     while len(known) >= _REMEMBERED:
         known.pop(next(iter(known)))
-    known[signature] = inspect(model, parameters, run, batch)
-    yield known[signature]
+    known[signature] = found
+    yield found
     raise BlueprintMismatch
 
 
@@ -130,7 +162,7 @@ def evaluate(
     captures: list[Capture] = []
     grads: list[Sequence[Tensor | None]] = []
     losses = None
-    each: Sequence[tuple[float, Mapping[str, Tensor] | None]] = points or [(1.0, None)]
+    each: Sequence[tuple[float | Tensor, Mapping[str, Tensor] | None]] = points or [(1.0, None)]
     for coefficient, values in each:
         with torch.enable_grad(), Capture(parameters, values, blueprint, len(mask)) as capture:
             now = run(batch)
@@ -227,7 +259,7 @@ def check_points(points: Points | None, parameters: Mapping[str, Tensor]) -> Poi
     """Every point must give every trainable parameter a tensor of its shape."""
     require(points is None or len(points) > 0, "scaled_sum", "points", "None, or at least one point", points)
     for coefficient, values in points or ():
-        ok = is_number(coefficient) and math.isfinite(coefficient)
+        ok = is_number(coefficient) and math.isfinite(float(coefficient))
         require(ok, "scaled_sum", "points", "with finite coefficients", coefficient)
         wrong = [n for n, p in parameters.items() if n not in values or values[n].shape != p.shape]
         require(
@@ -247,12 +279,16 @@ def identity(loss_fn: LossFn) -> Any:
 
 
 def signature(model: nn.Module, batch: Any) -> Any:
-    """When this changes, what the inspection found may no longer hold."""
+    """When this changes, what the inspection found may no longer hold.
+
+    The shape of a sample is part of it, its length too: a forward may go another way for long sequences (time first)
+    through the same operations, with sizes that happen to divide. The number of samples is not.
+    """
     return (
         tuple(m.training for m in model.modules()),
         tuple(n for n, p in model.named_parameters() if p.requires_grad),
         str(tree_structure(batch)),
-        tuple((t.dtype, t.ndim) for t in tree_leaves(batch) if isinstance(t, Tensor)),
+        tuple((t.dtype, t.shape[1:]) for t in tree_leaves(batch) if isinstance(t, Tensor)),
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
     )

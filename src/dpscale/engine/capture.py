@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpscale.engine import channels
 from dpscale.engine.calls import as_now, in_place, result, tensors_in
 from dpscale.engine.calls import out_of_place as out_of_place
 from dpscale.engine.checkpoints import resume, suspend
@@ -187,12 +188,13 @@ class Capture(Meeting):
             # Run on a copy and write the result back: what is taped is then neither changed later, nor a view, whose
             # own edge no gradient reaches once the tensor that it is a view of is used.
             func, args = out_of_place(func), (into.clone(), *args[1:])
+        args = channels.before(func, args)
         if any(isinstance(t, Tensor) and t.requires_grad for t in standing):
             out = func(*args, **kwargs)
         else:
             out = self._sourced(lambda: func(*args, **kwargs))
         self._tape(site, args, kwargs, keys, out)
-        return out if into is None else into.copy_(out)
+        return channels.after(func, args, out) if into is None else into.copy_(out)
 
     def finish(self) -> None:
         """Say so if the forward met fewer operations than the blueprint has."""

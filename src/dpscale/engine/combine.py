@@ -4,7 +4,7 @@ Gradients arrive per operation; norms are per sample over all parameters; a para
 several points, has the *sum* of those gradients, so its uses are added before the square, never after.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Call, Form
 from dpscale.engine.rules.addition import total
 from dpscale.engine.rules.derivation import expanded, resolve
-from dpscale.engine.rules.forms import Change, Dense, Drop, Widen
+from dpscale.engine.rules.forms import Change, Dense, Drop, Packed, Widen
 from dpscale.engine.rules.generic import by_name, generic_forms, replay
 from dpscale.scaling import Scaling
 
@@ -83,7 +83,7 @@ def combine(forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Te
     if bool(finite):
         return out
     # A float32 square overflows from 1.8e19 on. Look again in float64, where no float32 gradient does.
-    norms = _norms(_map(forms, Widen()), mask_B)
+    norms = _norms(_map(forms, Widen()).values(), mask_B)
     return weigh(_map(forms, Drop(torch.isfinite(norms))), rule, mask_B, shapes, norms)[0]
 
 
@@ -96,20 +96,23 @@ def weigh(
         the answer, and whether it is one: all norms were finite, the masked ones too (0 · inf is NaN in a sum), or were
         given by somebody who has dropped the others.
     """
-    norms = _norms(forms, mask_B) if norms is None else norms
+    small = {name: form for name, form in forms.items() if isinstance(form, Dense) and form.small}
+    packed = Packed.of(small) if len(small) > 1 else None
+    large = {name: form for name, form in forms.items() if packed is None or name not in small}
+    if norms is None:
+        norms = _norms([*large.values(), *([packed.all] if packed else [])], mask_B)
     finite = torch.isfinite(norms)
     weights = rule.weight(norms).where(finite & mask_B, 0.0)
+    sums = {name: form.weighted(weights) for name, form in large.items()} | (packed.weighted(weights) if packed else {})
     grads = {
-        name: forms[name].weighted(weights)
-        if name in forms
-        else torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        name: sums[name] if name in sums else torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in shapes.items()
     }
     return Weighted(grads, norms.where(mask_B, 0.0), weights, (~finite & mask_B).sum()), finite.all()
 
 
-def _norms(forms: Forms, mask_B: Tensor) -> Tensor:
-    squares = [form.norm2() for form in forms.values()]
+def _norms(forms: Iterable[Form], mask_B: Tensor) -> Tensor:
+    squares = [form.norm2() for form in forms]
     if not squares:
         return torch.zeros(len(mask_B), device=mask_B.device)
     return torch.stack(squares).sum(0).sqrt()

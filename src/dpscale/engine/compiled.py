@@ -9,18 +9,21 @@ the eager path: the graph says whether it was needed, and the caller then asks t
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpscale.engine import (
     LossFn,
+    Points,
     ScaledSum,
     UnsupportedModel,
     batch_size,
@@ -34,7 +37,9 @@ from dpscale.engine import (
     trainable,
 )
 from dpscale.engine.capture import Blueprint, BlueprintMismatch
+from dpscale.engine.channels import channels_last
 from dpscale.engine.combine import gradients, weigh
+from dpscale.engine.phases import cold_start, phase
 from dpscale.scaling import Scaling
 
 log = logging.getLogger("dpscale")
@@ -42,8 +47,8 @@ log = logging.getLogger("dpscale")
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 """All but the memory-efficient one: in a graph that holds its forward and backward together it fails to launch."""
 
-Evaluate = Callable[[Mapping[str, Tensor], Any, Tensor], Any]
-"""(parameter values, batch, mask) -> (captures, gradients at their edges, losses)."""
+Evaluate = Callable[[Points, Any, Tensor], Any]
+"""(points, batch, mask) -> (captures, gradients at their edges, losses)."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,69 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[...,
     """torch's own compiler."""
     from torch._inductor.compile_fx import compile_fx  # slow to import, and eager users never need it
 
-    compiled: Any = compile_fx(graph, inputs)
+    # Without an environment of shapes the compiler's cache on disk is passed by: every run would compile anew.
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    fakes = [fake.from_tensor(t, static_shapes=True) for t in inputs]
+    patches = {
+        # What is rounded to 16 bits stays rounded: a norm must be that of the very numbers that are summed.
+        "emulate_precision_casts": True,
+        # The compiler gives up on channels-last convolutions in a graph of many other operations. Ours all serve them.
+        "force_layout_optimization": _plain_convolutions(graph),
+        # Rules compute some things again that the forward or backward had (a norm's statistics): once is enough.
+        "post_grad_custom_pre_pass": _once(),
+    }
+    compiled: Any = compile_fx(graph, fakes, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
+
+
+def _once() -> Any:
+    """A pass that merges equal operations on equal inputs."""
+    from torch._functorch.compile_utils import fx_graph_cse
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Once(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            module = graph.owning_module
+            assert module is not None
+            module.graph = fx_graph_cse(graph)
+
+        def uuid(self) -> str:
+            return "dpscale-once-1"  # goes into the key of the compiler's cache
+
+    return Once()
+
+
+def traced(step: Callable[..., Any], inputs: list[Tensor], last: bool) -> torch.fx.GraphModule:
+    """On fake tensors: nothing is computed, and a model's own looks at values (a mask of ones?) do not branch.
+
+    Args:
+        last: with images channels last, if the model bears it.
+    """
+
+    def trace(last: bool) -> torch.fx.GraphModule:
+        with channels_last(last):
+            return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+    try:
+        return trace(last)
+    except UnsupportedModel:
+        raise
+    except (RuntimeError, ValueError):  # a model that counts on contiguous images, with `view` as a rule
+        return trace(False)
+
+
+def _plain_convolutions(graph: torch.fx.GraphModule) -> bool:
+    """Whether there are convolutions on CUDA, all in one group."""
+    found = [n for n in graph.graph.nodes if n.target is torch.ops.aten.convolution.default]
+    return bool(found) and all(n.meta["val"].is_cuda and n.args[-1] == 1 for n in found)
 
 
 class Compiled:
     """One traced and compiled step, for batches of one shape.
 
     Args:
-        parameters: the trainable parameters; their storage must stay where it is (optimizers update in place).
+        parameters: the trainable parameters.
+        points: the weights of each point; their storage must stay where it is (optimizers update in place).
         evaluate: forward and backward.
         rule: from norm to weight.
         batch, mask: an example; the shapes of all that follow.
@@ -84,50 +143,56 @@ class Compiled:
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
+        points: Sequence[Mapping[str, Tensor]],
         evaluate: Evaluate,
         rule: Scaling,
         batch: Any,
         mask: Tensor,
         backend: Backend,
     ) -> None:
-        self._parameters = parameters
+        self._points = list(points)
         self._names = list(parameters)
+        self._coefficients = torch.ones(len(points), dtype=torch.float64, device=mask.device)
+        self._last = [1.0] * len(points)
         leaves, self._spec = tree_flatten(batch)
         self._tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         constants = list(leaves)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-            values, (*data, mask) = inputs[: len(self._names)], inputs[len(self._names) :]
+            count = len(self._names)
+            values = [dict(zip(self._names, inputs[k * count :], strict=False)) for k in range(len(self._points))]
+            coefficients, *data, mask = inputs[len(self._points) * count :]
             put = dict(zip(self._tensors, data, strict=True))
             whole = tree_unflatten([put.get(k, leaf) for k, leaf in enumerate(constants)], self._spec)
-            captures, grads, losses = evaluate(dict(zip(self._names, values, strict=True)), whole, mask)
+            captures, grads, losses = evaluate(list(zip(coefficients.unbind(), values, strict=True)), whole, mask)
             with exactly(mask.device):
                 out, finite = weigh(gradients(captures, grads), rule, mask, parameters)
             return *out.grads.values(), out.norms, out.weights, out.ignored, losses, finite
 
         data = [leaves[k] for k in self._tensors]
-        with sdpa_kernel(_ATTENTION):
-            # On fake tensors: nothing is computed, and a model's own looks at values (a mask of ones?) do not branch.
-            trace = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
-            graph = trace(*self._values(), *data, mask)
+        with phase("tracing"), sdpa_kernel(_ATTENTION):
+            graph = traced(step, [*self._values(), *data, mask], mask.is_cuda)
         # Tensors that are no inputs (buffers, frozen parameters) are held by reference: as buffers of the graph they
         # follow whoever updates them in place.
         for name, t in [(n, t) for n, t in vars(graph).items() if isinstance(t, Tensor)]:
             delattr(graph, name)
             graph.register_buffer(name, t)
-        with torch.no_grad():
+        with phase("compiling"), torch.no_grad():
             self._run = backend(graph, [*self._values(), *data, mask])
+            if not mask.is_cuda:
+                self._run(*self._values(), *data, mask)
         self._replay: Callable[[], Any] | None = None
         self._static: list[Tensor] = []
-        with torch.no_grad():
-            if mask.is_cuda:
+        if mask.is_cuda:
+            with phase("recording"), torch.no_grad():
                 self._capture_graph(data, mask)
-            else:
-                self._run(*self._values(), *data, mask)
 
-    def __call__(self, batch: Any, mask: Tensor) -> Answer:
+    def __call__(self, batch: Any, mask: Tensor, coefficients: Sequence[float]) -> Answer:
         """One step on a batch of the example's shape."""
         leaves = tree_flatten(batch)[0]
+        if self._last != list(coefficients):
+            self._last = list(coefficients)
+            self._coefficients.copy_(torch.tensor(self._last, dtype=torch.float64))
         data = [leaves[k] for k in self._tensors]
         with torch.no_grad():
             if self._replay is None:
@@ -140,7 +205,7 @@ class Compiled:
         return Answer(grads, *outputs[len(grads) :])
 
     def _values(self) -> list[Tensor]:
-        return [p.detach() for p in self._parameters.values()]
+        return [*(w[n].detach() for w in self._points for n in self._names), self._coefficients]
 
     def _capture_graph(self, data: list[Tensor], mask: Tensor) -> None:
         """Record the compiled step once as a CUDA graph over buffers of its own; parameters are read where they are."""
@@ -179,25 +244,35 @@ class Fast:
         self._model, self._backend = model, backend
         self._known: dict[Any, Compiled | None] = {}
 
-    def __call__(self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, *, keep: bool = False) -> ScaledSum:
+    def __call__(
+        self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, points: Points | None = None, *,
+        keep: bool = False,
+    ) -> ScaledSum:  # fmt: skip
         """As `dpscale.scaled_sum`.
 
         Args:
+            points: the same mappings at every call, with new values in them: one compiled step is for them alone.
+                Points that do not count yet have the coefficient 0.
             keep: copy the gradients. Without it they may be buffers that the next call overwrites.
         """
-        compiled = self._compiled(loss_fn, batch, rule, mask)
+        with cold_start():
+            compiled = self._compiled(loss_fn, batch, rule, mask, points)
+        counting = points and [(c, w) for c, w in points if c != 0]
         if compiled is None:
-            return scaled_sum(self._model, loss_fn, batch, rule, mask)
-        answer = compiled(batch, mask)
+            return scaled_sum(self._model, loss_fn, batch, rule, mask, counting)
+        answer = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]])
         if not bool(answer.finite):  # a rare sample that needs the second look
-            return scaled_sum(self._model, loss_fn, batch, rule, mask)
+            return scaled_sum(self._model, loss_fn, batch, rule, mask, counting)
         grads = {n: g.clone() for n, g in answer.grads.items()} if keep else answer.grads
         rest = {n: getattr(answer, n).clone() for n in ("norms", "weights", "ignored", "losses")}
         return ScaledSum(grads=grads, **rest)
 
-    def _compiled(self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor) -> Compiled | None:
+    def _compiled(
+        self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, points: Points | None
+    ) -> Compiled | None:
         shapes = tuple(t.shape for t in tree_leaves(batch) if isinstance(t, Tensor))
-        key = (identity(loss_fn), signature(self._model, batch), shapes, rule)
+        places = tuple(id(weights) for _, weights in points or ())  # a compiled step keeps them alive
+        key = (identity(loss_fn), signature(self._model, batch), shapes, rule, places)
         if key not in self._known:
             parameters = trainable(self._model)
 
@@ -208,11 +283,12 @@ class Fast:
                 if blueprint.provisional:
                     return None  # not yet: this batch could not show whether samples are kept apart
 
-                def at(values: Mapping[str, Tensor], data: Any, mask: Tensor, found: Blueprint = blueprint) -> Any:
-                    return evaluate(parameters, run, data, found, mask, [(1.0, values)])
+                def at(points: Points, data: Any, mask: Tensor, found: Blueprint = blueprint) -> Any:
+                    return evaluate(parameters, run, data, found, mask, points)
 
+                weights = [w for _, w in points] if points else [parameters]
                 try:
-                    self._known[key] = Compiled(parameters, at, rule, batch, mask, self._backend)
+                    self._known[key] = Compiled(parameters, weights, at, rule, batch, mask, self._backend)
                 except BlueprintMismatch:
                     continue
                 except UnsupportedModel:

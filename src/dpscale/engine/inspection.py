@@ -8,19 +8,17 @@ however the model reshapes its batch.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from dpscale.engine.calls import as_now, result, tensors_in
 from dpscale.engine.capture import Blueprint, Meeting, Site
 from dpscale.engine.completeness import check_met, check_nothing_lost, reached
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout, candidates, fit
+from dpscale.engine.observation import Observer, Record, Seen, check_same_operations
 from dpscale.engine.rules import RULE_OF, Call
 from dpscale.engine.rules.generic import by_name, replay
 from dpscale.engine.taint import (
@@ -36,94 +34,6 @@ from dpscale.engine.taint import (
 )
 
 
-@dataclass
-class _Seen:
-    """One met call in one run: copies of what went in and out."""
-
-    function: Callable[..., Any]
-    inputs: list[Any]
-    spec: TreeSpec
-    met: dict[int, str]  # position among the inputs -> the parameter, or the parameters that it is made of
-    outputs: list[Tensor]
-    edges: dict[int, GradientEdge]  # by output; only of those that are differentiable
-    on_data: bool
-    random: bool
-    again: Callable[..., Any]  # the function as it ran: not in place, and under the same autocast
-
-    @property
-    def name(self) -> str:
-        return f"{getattr(self.function, '__name__', '?')} (parameter {next(iter(self.met.values()))!r})"
-
-
-class _Probe(Meeting):
-    """A plain run that notes each met call, and which tensors depend on the data."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], batch: Any, expanded: set[int], sized: set[int]) -> None:
-        super().__init__()
-        self.keys = {id(p): n for n, p in parameters.items()}
-        self.seen: list[_Seen] = []
-        self.created: list[torch.Size] = []  # tensors made in the likeness of the data, by shape
-        self._expanded, self._sized = expanded, sized
-        self._data = {id(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
-        self._held: list[Any] = []  # so that no id is given to another tensor during the run
-
-    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass on the mark of the data. What only has its type and device from the data does not depend on them."""
-        out = func(*args, **kwargs)
-        if any(id(t) in self._data for t in tree_leaves((args, kwargs))):
-            creates = getattr(func, "__name__", "") in _CREATE
-            if creates:
-                self.created.append(out.shape)
-            if not creates or len(self.created) - 1 in self._sized:
-                self._mark(out)
-        return out
-
-    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note the call."""
-        if not torch.is_grad_enabled():
-            return self.pass_by(func, args, kwargs)
-        flat, spec = tree_flatten((args, kwargs))
-        met = {k: self.keys[id(t)] for k, t in enumerate(flat) if id(t) in self.keys}
-        on_data = any(id(t) in self._data for t in flat)
-        copies = [t.detach().clone() if isinstance(t, Tensor) and k not in met else t for k, t in enumerate(flat)]
-        before = _random_states()
-        out = func(*args, **kwargs)
-        random = any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True))
-        made = result(func, args, out)
-        outputs = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
-        edges = {k: get_gradient_edge(t) for k, t in enumerate(outputs) if t.requires_grad}
-        values, again = [t.detach().clone() for t in outputs], as_now(func, tensors_in(args, kwargs))
-        record = _Seen(func, copies, spec, met, values, edges, on_data, random, again)
-        self.seen.append(record)
-        if on_data or len(self.seen) - 1 in self._expanded:
-            self._mark(made)
-        else:  # a function of parameters alone: from here on it is met as one
-            for t in outputs:
-                if t.requires_grad:
-                    self.keys[id(t)] = "/".join(met.values())
-            self._held.append(made)
-        return out
-
-    def _mark(self, out: Any) -> None:
-        self._data |= {id(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
-        self._held.append(out)
-
-
-_CREATE = {f"{what}_like" for what in ("zeros", "ones", "empty", "full", "rand", "randn")} | {
-    f"new_{what}" for what in ("zeros", "ones", "empty", "full", "tensor")
-}
-
-
-@dataclass
-class _Record:
-    """One run: the met calls, the per-sample outputs, the buffers as the run left them."""
-
-    seen: list[_Seen]
-    created: list[torch.Size]
-    outputs: list[Tensor]
-    buffers: list[Tensor]
-
-
 def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[Any], Any], batch: Any) -> Blueprint:
     """Find out where the samples are in everything that the parameters meet, or refuse the model.
 
@@ -136,47 +46,17 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
     Raises:
         UnsupportedModel: samples are coupled, or a parameter is used where the engine cannot follow.
     """
-
     require_finite(model)
-    saved = [p.detach().clone() for p in parameters.values()]
-    expanded: set[int] = set()  # calls that repeat a parameter once per sample
-    sized: set[int] = set()  # constants that have a row for each sample
-
-    def record(data: Any) -> _Record:
-        versions = [p._version for p in parameters.values()]
-        with undisturbed(model):
-            with _Probe(parameters, data, expanded, sized) as probe:
-                out = run(data)
-            buffers = [b.clone() for b in model.buffers()]
-        for (name, p), version in zip(parameters.items(), versions, strict=True):
-            if p._version != version:
-                for q, old in zip(parameters.values(), saved, strict=True):
-                    q.data.copy_(old)
-                raise UnsupportedModel(
-                    f"Parameter {name!r} is changed by the forward itself (an Embedding with max_norm does that): "
-                    "the change would depend on the samples and get no noise. Build the layer without it."
-                )
-        return _Record(probe.seen, probe.created, [t for t in tree_leaves(out) if isinstance(t, Tensor)], buffers)
-
+    observer = Observer(model, parameters, run)
+    few, base = observer.compare(batch)
     probe = some(batch, SAMPLES)
-    record(probe)  # a first run may do more than later ones: LSTMs look over their weights, caches are filled
-    while True:  # to know one expansion is to see differently what follows it, so they are found one by one
-        few, base = record(some(batch, FEWER)), record(probe)
-        _check_same_operations(few, base)
-        grown = [k for k, (b, f) in enumerate(zip(base.seen, few.seen, strict=True)) if _grown(b, f) and not b.on_data]
-        rows = {k for k, (b, f) in enumerate(zip(base.created, few.created, strict=False)) if b != f}
-        if rows <= sized and set(grown) <= expanded:
-            break
-        if rows <= sized:
-            expanded.add(min(set(grown) - expanded))
-        sized |= rows
     trained = reached(parameters, base.outputs)
     check_met(trained, {name for s in base.seen for names in s.met.values() for name in names.split("/")})
     touched = _Touched(base)
     try:
         touched.by_losses()
         for i, data in taints(probe, batch):
-            touched.by_sample(i, record(data))
+            touched.by_sample(i, observer.record(data))
         _check_whole(model, run, batch)
         sites = [_site(*args) for args in zip(base.seen, few.seen, touched.inputs, touched.outputs, strict=True)]
         blueprint = Blueprint(tuple(sites), inconclusive(batch))
@@ -204,7 +84,7 @@ Masks = list[Tensor]
 class _Touched:
     """Evidence, for each met call's inputs and outputs, of which elements belong to which sample."""
 
-    def __init__(self, base: _Record) -> None:
+    def __init__(self, base: Record) -> None:
         self.base = base
         self.inputs: list[dict[int, Masks]] = [
             {k: _nothing(t) for k, t in enumerate(s.inputs) if isinstance(t, Tensor) and k not in s.met}
@@ -227,9 +107,9 @@ class _Touched:
                 if g is not None:
                     self.outputs[k][j][i] |= g.ne(0)
 
-    def by_sample(self, i: int, run: _Record) -> None:
+    def by_sample(self, i: int, run: Record) -> None:
         """What changed when sample ``i`` did; refuse if that is another sample's output, or a buffer."""
-        _check_same_operations(run, self.base)
+        check_same_operations(run, self.base)
         for k, (ours, theirs) in enumerate(zip(self.base.seen, run.seen, strict=True)):
             for j, masks in enumerate(self.outputs[k]):
                 masks[i] |= differs(ours.outputs[j], theirs.outputs[j])
@@ -262,11 +142,11 @@ def _check_whole(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> Non
             raise _Coupled
 
 
-def _site(seen: _Seen, small: _Seen, inputs: dict[int, Masks], outputs: list[Masks]) -> Site:
+def _site(seen: Seen, small: Seen, inputs: dict[int, Masks], outputs: list[Masks]) -> Site:
     """What the evidence says about one met call."""
     if not seen.edges:
         return Site(seen.function, "plain")
-    if not seen.on_data and not _grown(seen, small):
+    if not seen.on_data and not seen.expands(small):
         return Site(seen.function, "shared")
     layouts = {f"out{j}": _layout(seen, seen.outputs[j], small.outputs[j], outputs[j]) for j in seen.edges}
     if not seen.on_data:
@@ -294,7 +174,7 @@ def _site(seen: _Seen, small: _Seen, inputs: dict[int, Masks], outputs: list[Mas
     return Site(seen.function, "rows", None, layouts)
 
 
-def _check_replay(seen: _Seen, layouts: Mapping[str, Layout]) -> None:
+def _check_replay(seen: Seen, layouts: Mapping[str, Layout]) -> None:
     """The generic rule runs the operation on one sample's rows: that must give its rows of the whole result."""
     arguments, spec = by_name(*tree_unflatten(seen.inputs, seen.spec))
     run = replay(seen.again, spec)
@@ -315,7 +195,7 @@ def _check_replay(seen: _Seen, layouts: Mapping[str, Layout]) -> None:
             )
 
 
-def _layout(seen: _Seen, t: Tensor, small: Tensor, masks: Masks) -> Layout:
+def _layout(seen: Seen, t: Tensor, small: Tensor, masks: Masks) -> Layout:
     agree = fit(candidates(t.shape, small.shape, SAMPLES, FEWER), masks)
     if not agree:
         raise _Coupled
@@ -327,23 +207,5 @@ def _layout(seen: _Seen, t: Tensor, small: Tensor, masks: Masks) -> Layout:
     return agree[0]
 
 
-def _grown(seen: _Seen, small: _Seen) -> bool:
-    """Whether the output, a function of parameters, is larger for more samples."""
-    return bool(seen.edges) and any(a.shape != b.shape for a, b in zip(seen.outputs, small.outputs, strict=True))
-
-
-def _check_same_operations(a: _Record, b: _Record) -> None:
-    if [s.function for s in a.seen] != [s.function for s in b.seen]:
-        raise UnsupportedModel(
-            "Which operations this model runs depends on the values in the batch (data-dependent control flow), so "
-            "rows cannot be attributed to samples. Make the forward run the same operations for every batch."
-        )
-
-
 def _nothing(t: Tensor) -> Masks:
     return [torch.zeros(t.shape, dtype=torch.bool, device=t.device) for _ in range(SAMPLES)]
-
-
-def _random_states() -> list[Tensor]:
-    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *cuda]

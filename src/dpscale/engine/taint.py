@@ -44,8 +44,10 @@ def some(batch: Any, count: int) -> Any:
 
 def taints(probe: Any, batch: Any) -> Iterator[tuple[int, Any]]:
     """Every tainted version of a probe of ``batch``, with the number of the sample that was tainted."""
+    numbers = any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(probe))
     for i in range(SAMPLES):
-        yield i, tree_map(lambda t, i=i: _with_nan(t, i), probe)
+        if numbers:  # integers alone cannot be NaN: that version would be the probe itself
+            yield i, tree_map(lambda t, i=i: _with_nan(t, i), probe)
         yield i, tree_map(lambda t, whole, i=i: _exchanged(t, whole, i), probe, batch)
 
 

@@ -27,7 +27,10 @@ def table(title: str, rows: Sequence[Row]) -> Table:
 
 @contextmanager
 def run_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
-    """A bar over the steps of one run: ε so far, loss, speed and time left. Nothing without a terminal."""
+    """A bar over the steps of one run: ε so far, loss, speed and time left, or what it waits for.
+
+    Nothing without a terminal.
+    """
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda _: None
@@ -38,6 +41,10 @@ def run_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
 
         def show(now: Progress) -> None:
             nonlocal before, start
+            if now.step == before:  # nothing trained since: a phase of the cold start begins, or the last one ended
+                bar.update(task, total=now.steps, state=now.phase or "training", refresh=True)
+                start = time.perf_counter()
+                return
             speed = f"{(now.step - before) / (time.perf_counter() - start):.0f} steps/s"
             spent = now.epsilon()
             state = f"loss {now.loss:.3f}" + ("" if spent is None else f"  ε {spent:.2f}")

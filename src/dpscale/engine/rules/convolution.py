@@ -19,11 +19,17 @@ from torch import Tensor
 
 from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Dense, Form, Stack, slack, wide
+from dpscale.engine.rules.forms import Change, Dense, Form, Stack, as_multiplied, scaled, side_by_side, slack, wide
 from dpscale.engine.rules.linear import CHUNK, Outer
 
 SMALL = 1 << 23
 """Per-sample gradients of no more numbers than this are always worth holding."""
+
+FEW = 8
+"""So many images of one sample (points, views) are worth going through one by one."""
+
+NARROW = 64
+"""Few inputs per patch: the channels alone would leave a kernel's tiles half empty."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,47 @@ class Patches(Form):
             pixels = area**2 * self.x.shape[2] + positions**2 * (outputs + 4 * kernel)
         return gradients + 8 * self._patch_numbers, patches, pixels
 
+    @property
+    def _fast(self) -> bool:
+        """Whether CUDA kernels take the operands as they are: one image per sample, one group, at most two dims."""
+        whole = self.x.shape[1] == self.groups == 1 and len(self.stride) <= 2
+        long = math.prod(self.g.shape[3:]) >= kernels.SHORT
+        return type(self) is Patches and whole and long and kernels.available(self.x, self.g)
+
+    @property
+    def _unfolds(self) -> bool:
+        """Whether unfolding costs little: few inputs per patch (tiles would be half empty), or no overlap."""
+        apart = len(self.x) * self._patch_numbers <= 2 * self.x.numel()
+        return apart or math.prod(self.weight_shape[1:]) <= NARROW
+
+    def _channels_last(self) -> tuple[Tensor, Tensor, kernels.Window]:
+        """(B, H, W, C), (B, R, S, O) and the window, for the kernels; one dimension counts as a single row."""
+        line = len(self.stride) == 1
+        x, g = (t.squeeze(1).unsqueeze(2) if line else t.squeeze(1) for t in (self.x, self.g))
+
+        def pair(values: Sequence[int], fill: int) -> tuple[int, int]:
+            return (fill, values[0]) if line else (values[0], values[1])
+
+        window = kernels.Window(
+            pair(self.weight_shape[2:], 1), pair(self.stride, 1), pair(self.padding, 0), pair(self.dilation, 1)
+        )
+        return x.permute(0, 2, 3, 1), g.permute(0, 2, 3, 1), window
+
     def settle(self) -> Form:
         """The gradients themselves where they are cheap and no larger than what is held: the sum is then free."""
+        images = self.x.shape[1]
+        if 1 < images <= FEW and (added := self._image_by_image(images)) is not None:
+            return added
         numbers = len(self.x) * math.prod(self.weight_shape)
+        if self._fast:
+            if self._unfolds:
+                return self._kept() if isinstance(self._outer().settle(), Dense) else self
+            if numbers > max(self.x.numel() + self.g.numel(), SMALL):
+                return self
+            x, g, window = self._channels_last()
+            products = kernels.keep(x, g, window).unflatten(1, self.weight_shape[2:])
+            dims = len(self.stride)
+            return Dense(products, (dims, dims + 1, *range(dims)))
         gradients, patches, pixels = self._costs
         product = gradients - 8 * self._patch_numbers  # an ordinary weight gradient, which keeping the gradients saves
         if numbers > max(self.x.numel() + self.g.numel(), SMALL) or gradients > min(patches, pixels) + product:
@@ -68,30 +112,67 @@ class Patches(Form):
         wide_rows = self.weight_shape[1] * self.weight_shape[-1] >= 48  # below, the products are too small to pay
         if plane and wide_rows:
             return self._by_kernel_rows()
-        return Dense(self.per_sample()) if len(self.x) * self._patch_numbers <= CHUNK else self
+        return self._kept() if len(self.x) * self._patch_numbers <= CHUNK else self
+
+    def _image_by_image(self, images: int) -> Form | None:
+        """The gradients of each image, added: one image has faster ways than several. None where they are not kept."""
+        total: list[Dense] = []
+        dim = None
+        for k in range(images):
+            settled = replace(self, x=self.x[:, k : k + 1], g=self.g[:, k : k + 1]).settle()
+            if isinstance(settled, Stack):
+                dim, parts = settled.dim, settled.slices
+            else:
+                parts = (settled,)
+            kept = [part for part in parts if isinstance(part, Dense)]
+            if len(kept) < len(parts):
+                return None
+            added = [replace(a, grad_B=wide(a.grad_B) + wide(b.grad_B)) for a, b in zip(total, kept, strict=False)]
+            total = added or kept
+        return total[0] if dim is None else Stack(tuple(total), dim)
+
+    def _kept(self) -> Dense:
+        """The gradients from patches."""
+        if self.groups > 1:
+            return Dense(self.per_sample())
+        made, inner = self._outer().kept(), self.weight_shape[1:]
+        if made.order is None:
+            return Dense(made.grad_B.unflatten(2, inner))
+        return Dense(made.grad_B.unflatten(1, inner), (len(inner), *range(len(inner))))
 
     def _by_kernel_rows(self) -> Form:
         """The gradients in 2d, a kernel row at a time: only columns are unfolded, so a kernel-height-th is copied.
 
         Input rows of one residue modulo the stride lie together in the copy, so that the rows which kernel row i meets
-        are one block: (B, stride, C, kernel width, height/stride, L2).
+        are one block. On CUDA channels come last, as its convolutions have them: (B, stride, height/stride, L2, kernel
+        width, C), elsewhere first: (B, stride, C, kernel width, height/stride, L2).
         """
         (down, across), (_, channels, height, width) = self.stride, self.weight_shape
         uneven = -(self.x.shape[3] + 2 * self.padding[0]) % down
         step = max(1, CHUNK // 2 // (channels * width * self.x.shape[3] * self.g.shape[4]))
+        last = self.x.is_cuda
         rows: list[list[Tensor]] = [[] for _ in range(height)]
         for k in range(0, len(self.x), step):
             x = wide(self.x[k : k + step]).squeeze(1)
             x = F.pad(x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0] + uneven))
-            x = x.unflatten(2, (-1, down)).unfold(4, width, across).permute(0, 3, 1, 5, 2, 4).contiguous()
+            x = x.unflatten(2, (-1, down)).unfold(4, width, across)  # (B, C, height/stride, stride, L2, kernel width)
+            x = x.permute(0, 3, 2, 4, 5, 1).contiguous() if last else x.permute(0, 3, 1, 5, 2, 4).contiguous()
             g = wide(self.g[k : k + step]).squeeze(1).flatten(2)
+            g = g if last else g.mT.contiguous()
             for i in range(height):
-                block = x[:, i % down, :, :, i // down : i // down + self.g.shape[3]]
-                rows[i].append(torch.bmm(g, block.flatten(1, 2).flatten(2).mT))
-        return Stack(tuple(Dense(torch.cat(parts).unflatten(2, (-1, width))) for parts in rows), 2)
+                met = slice(i // down, i // down + self.g.shape[3])
+                if last:
+                    made = torch.bmm(g, x[:, i % down, met].flatten(1, 2).flatten(2)).unflatten(2, (width, -1))
+                else:
+                    made = torch.bmm(x[:, i % down, :, :, met].flatten(1, 2).flatten(2), g).unflatten(1, (-1, width))
+                rows[i].append(made)
+        order = (0, 2, 1) if last else (2, 0, 1)
+        return Stack(tuple(Dense(torch.cat(parts), order) for parts in rows), 2)
 
     def norm2(self) -> Tensor:
         """By pixels on small maps; else, per group, by the outer products over patches, in chunks of samples."""
+        if self._fast:  # the products that `weighted` adds up
+            return self._outer().norm2() if self._unfolds else kernels.square(*self._channels_last())
         _, patches, pixels = self._costs
         area = max(math.prod(self.x.shape[3:]), math.prod(self.g.shape[3:]))
         if pixels <= patches and len(self.x) * area**2 <= CHUNK:
@@ -123,18 +204,22 @@ class Patches(Form):
         return squares.clamp(min=0) + slack(sizes)
 
     def weighted(self, weights_B: Tensor) -> Tensor:
-        """One ordinary weight gradient, at the output gradient weighted per sample."""
+        """One ordinary weight gradient, of operands of which one is weighted per sample."""
+        if self._fast and self._unfolds:
+            return self._outer().weighted(weights_B).view(self.weight_shape)
+        if self._fast:
+            x, g, window = self._channels_last()
+            return kernels.weigh(x, g, weights_B, window).permute(1, 2, 0).reshape(self.weight_shape)
         return self._weight_gradient(self.x, self.g, weights_B)
 
     def _weight_gradient(
         self, x: Tensor, g: Tensor, weights_B: Tensor, transposed: bool = False, output_padding: tuple[int, ...] = ()
     ) -> Tensor:
-        """torch's own gradient of the weight, for the input ``x`` and the output gradient w·``g``."""
-        g = wide(g)
-        g = g * weights_B.to(g.dtype).view(-1, *[1] * (g.ndim - 1))
+        """torch's own gradient of the weight, from its input and output gradient; the smaller one takes the weights."""
+        x, g = (scaled(x, weights_B), wide(g)) if x.numel() < g.numel() else (wide(x), scaled(g, weights_B))
         _, grad, _ = torch.ops.aten.convolution_backward(
             g.flatten(0, 1),
-            wide(x).flatten(0, 1),
+            x.flatten(0, 1),
             g.new_empty(self.weight_shape),
             None,
             self.stride,
@@ -162,8 +247,7 @@ class Patches(Form):
             return None
         if self._setting() != other._setting():
             return None
-        x = torch.cat([wide(self.x), wide(other.x)], 1)
-        return replace(self, x=x, g=torch.cat([wide(self.g), wide(other.g)], 1))
+        return replace(self, x=side_by_side(self.x, other.x), g=side_by_side(self.g, other.g))
 
     def _setting(self) -> tuple[Any, ...]:
         """All but the operands, and of them the sizes."""
@@ -177,8 +261,7 @@ class Patches(Form):
         """The same gradients as outer products, groups beside the samples: (B·groups, K·L, P) and O/groups."""
         samples, images = self.x.shape[:2]
         space = len(self.stride)
-        x = wide(self.x).flatten(0, 1)
-        x = F.pad(x, [p for pad in reversed(self.padding) for p in (pad, pad)])
+        x = F.pad(self.x.flatten(0, 1), [p for pad in reversed(self.padding) for p in (pad, pad)])
         for d in range(space):  # a view (B·K, C, *L, *kernel): nothing is copied until the reshape
             reach = self.dilation[d] * (self.weight_shape[2 + d] - 1) + 1
             x = x.unfold(2 + d, reach, self.stride[d])[..., :: self.dilation[d]]
@@ -187,7 +270,7 @@ class Patches(Form):
         positions, kernel = range(4, 4 + space), range(4 + space, 4 + 2 * space)
         # Positions last: they lie side by side in memory, so the copy runs along them.
         a = x.permute(0, 2, 3, *kernel, 1, *positions).flatten(-1 - space).flatten(2, -2).flatten(0, 1)
-        g = wide(self.g).unflatten(2, (self.groups, -1))  # (B, K, G, O/G, *L)
+        g = self.g.unflatten(2, (self.groups, -1))  # (B, K, G, O/G, *L)
         g = g.permute(0, 2, 3, 1, *positions).flatten(3).flatten(0, 1)
         return Outer(a.mT, g.mT)
 
@@ -210,7 +293,7 @@ class Convolution(Rule):
         if "weight" in call.wanted:
             stride = per_dim(call.get("stride", 1), space)
             dilation = per_dim(call.get("dilation", 1), space)
-            x = call.rows(call.arguments["input"])
+            x = call.rows(as_multiplied(call.arguments["input"], g))
             x, padding = _padded(x, call.get("padding", 0), dilation, weight.shape[2:])
             groups = call.get("groups", 1)
             yield "weight", Patches(x, g_rows, weight.shape, stride, padding, dilation, groups)

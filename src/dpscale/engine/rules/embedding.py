@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Form, slack, wide
+from dpscale.engine.rules.forms import Change, Form, side_by_side, slack, wide
 from dpscale.engine.rules.linear import Outer
 
 
@@ -52,7 +52,7 @@ class Rows(Form):
         if not isinstance(other, Rows):
             return None
         index = torch.cat([self.index_BT, other.index_BT], 1)
-        return Rows(index, torch.cat([wide(self.g_BTD), wide(other.g_BTD)], 1), self.table)
+        return Rows(index, side_by_side(self.g_BTD, other.g_BTD), self.table)
 
     def crosses(self, other: Form) -> bool:
         """With the outer products of a head that is tied to the table."""
@@ -66,8 +66,7 @@ class Rows(Form):
         product = (torch.bmm(a_BSD, g_BTD.mT) * h_BSV.gather(2, index)).sum((1, 2))
         # The two may cancel each other: the rounding of the larger terms is then as large as what is left.
         table = torch.linalg.vector_norm(g_BTD, dim=2).sum(1)
-        head = (torch.linalg.vector_norm(a_BSD, dim=2) * torch.linalg.vector_norm(h_BSV, dim=2)).sum(1)
-        return 2 * product + slack(torch.stack([table, head], 1))
+        return 2 * product + slack(torch.stack([table, other.terms().sum(1)], 1))
 
 
 class Embedding(Rule):

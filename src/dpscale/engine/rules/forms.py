@@ -8,10 +8,14 @@ Shape suffixes: B samples, T positions of one sample, I inputs, O outputs.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+PACK = 1 << 14
+"""Gradients of no more numbers than this per sample are put side by side with others."""
 
 
 class Form(ABC):
@@ -84,9 +88,13 @@ class Drop(Change):
 
 @dataclass(frozen=True)
 class Dense(Form):
-    """The gradients themselves: right for small tensors (biases, norms' scales) and for whatever has no better form."""
+    """The gradients themselves: right for small tensors (biases, norms' scales) and for whatever has no better form.
+
+    ``order``: the tensor's dimensions among those of ``grad_B`` without the batch, if they lie there in another order.
+    """
 
     grad_B: Tensor
+    order: tuple[int, ...] | None = None
 
     def norm2(self) -> Tensor:
         """Sum of squares."""
@@ -96,22 +104,48 @@ class Dense(Form):
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One matrix-vector product."""
         grad = self._flat()
-        return torch.mv(grad.t(), weights_B.to(grad.dtype)).view(self.grad_B.shape[1:])
+        summed = torch.mv(grad.t(), weights_B.to(grad.dtype)).view(self.grad_B.shape[1:])
+        return summed if self.order is None else summed.permute(self.order).contiguous()
 
     def per_sample(self) -> Tensor:
-        """As held."""
-        return wide(self.grad_B)
+        """As held, in the tensor's order."""
+        grad = wide(self.grad_B)
+        return grad if self.order is None else grad.permute(0, *(1 + d for d in self.order))
 
     def map(self, change: Change) -> "Dense":
         """Change the gradients."""
-        return Dense(change(self.grad_B))
+        return replace(self, grad_B=change(self.grad_B))
 
     def join(self, other: Form) -> "Dense | None":
         """Add the gradients."""
         return Dense(self.per_sample() + other.per_sample()) if isinstance(other, Dense) else None
 
+    @property
+    def small(self) -> bool:
+        """Whether it costs more to start work on it than to do it."""
+        return self.order is None and self.grad_B[:1].numel() <= PACK
+
     def _flat(self) -> Tensor:
         return wide(self.grad_B).unsqueeze(-1).flatten(1)  # a single number has no dimension of its own
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Small gradients of many tensors, side by side: one norm and one weighted sum instead of one of each for each."""
+
+    all: Dense
+    shapes: dict[str, torch.Size]
+
+    @classmethod
+    def of(cls, forms: Mapping[str, Dense]) -> "Packed":
+        """Put them together, in the widest of their precisions."""
+        flat = torch.cat([form._flat() for form in forms.values()], 1)
+        return cls(Dense(flat), {name: form.grad_B.shape[1:] for name, form in forms.items()})
+
+    def weighted(self, weights_B: Tensor) -> dict[str, Tensor]:
+        """The weighted sum of each tensor."""
+        parts = self.all.weighted(weights_B).split([shape.numel() for shape in self.shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -151,3 +185,19 @@ def slack(sizes_BT: Tensor) -> Tensor:
 def wide(t: Tensor) -> Tensor:
     """At least float32: a norm must never be computed at less precision than what it bounds."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def as_multiplied(x: Tensor, g: Tensor) -> Tensor:
+    """An operation's input as it was multiplied: autocast rounds it to the precision of the output before."""
+    return x.to(g.dtype) if x.is_floating_point() and g.element_size() < x.element_size() else x
+
+
+def scaled(t_B: Tensor, weights_B: Tensor) -> Tensor:
+    """Each sample's part times its weight, in float32 or wider."""
+    t = wide(t_B)
+    return t * weights_B.to(t.dtype).view(-1, *[1] * (t.ndim - 1))
+
+
+def side_by_side(a: Tensor, b: Tensor) -> Tensor:
+    """Both along dimension 1, in the wider of their precisions."""
+    return torch.cat([a, b], 1) if a.dtype == b.dtype else torch.cat([wide(a), wide(b)], 1)

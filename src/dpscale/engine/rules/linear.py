@@ -6,6 +6,7 @@ Sample i's gradient of W is Σ_t g_t a_tᵀ over its positions t. Its squared no
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Dense, Form, slack, wide
+from dpscale.engine.rules.forms import Change, Dense, Form, as_multiplied, side_by_side, slack, wide
 
 CHUNK = 1 << 26
 """How many numbers of instantiated per-sample gradients to hold at once."""
@@ -27,36 +28,76 @@ class Outer(Form):
     g_BTO: Tensor
 
     @property
+    def _fast(self) -> bool:
+        """Whether CUDA kernels take the operands as they are."""
+        return self.a_BTI.shape[1] >= kernels.SHORT and kernels.available(self.a_BTI, self.g_BTO)
+
+    @property
+    def _fast_gram(self) -> bool:
+        return self.a_BTI.shape[1] >= kernels.SHORT and kernels.gram_available(self.a_BTI, self.g_BTO)
+
+    @property
     def gram(self) -> bool:
         """Whether T² pairs are cheaper than I·O entries. If not, the gradients are also smaller than the operands."""
         t, i, o = self.a_BTI.shape[1], self.a_BTI.shape[2], self.g_BTO.shape[2]
-        half = 2 if kernels.available(self.a_BTI, self.g_BTO) else 1  # the kernel does half of the symmetric pairs
+        half = 2 if self._fast_gram else 1  # the kernel does half of the symmetric pairs
         return t == 1 or t * (i + o) <= half * i * o
 
     def settle(self) -> Form:
         """The gradients themselves where that is cheaper, if they fit."""
         numbers = len(self.a_BTI) * self.a_BTI.shape[2] * self.g_BTO.shape[2]
-        return self if self.gram or numbers > CHUNK else Dense(self.per_sample())
+        return self if self.gram or numbers > CHUNK else self.kept()
+
+    @cached_property
+    def _aligned(self) -> tuple[Tensor, Tensor]:
+        return kernels.aligned(self.a_BTI), kernels.aligned(self.g_BTO)
+
+    @cached_property
+    def _by_gram(self) -> tuple[Tensor, Tensor]:
+        """Squared norms, and the norms of the terms (B, T), by the Gram identity."""
+        a, g = self._aligned
+        return kernels.gram_norm2(a, g) if self._fast_gram else kernels.gram_norm2_plain(wide(a), wide(g))
+
+    def terms(self) -> Tensor:
+        """The norms of the terms g_t a_tᵀ, (B, T): what the rounding of their sum is relative to."""
+        if self.gram and self.a_BTI.shape[1] > 1:
+            return self._by_gram[1]
+        a, g = (torch.linalg.vector_norm(wide(t), dim=2) for t in (self.a_BTI, self.g_BTO))
+        terms: Tensor = a * g
+        return terms
+
+    def kept(self) -> Dense:
+        """The gradients, laid out as they are made fastest; of 16-bit operands rounded, as autograd rounds them."""
+        if self._fast:
+            a, g = self._aligned
+            made = kernels.keep(a.unsqueeze(1), g.unsqueeze(1))[:, 0]
+            return Dense(made[:, : self.g_BTO.shape[2], : self.a_BTI.shape[2]])
+        # On CPUs a product of many small matrices is up to ten times as fast if its right operand is in row order.
+        return Dense(torch.bmm(wide(self.a_BTI).mT, wide(self.g_BTO).contiguous()), (1, 0))
 
     def norm2(self) -> Tensor:
         """By the Gram identity, or by the gradients a chunk of samples at a time."""
-        a, g = wide(self.a_BTI), wide(self.g_BTO)
         if self.a_BTI.shape[1] == 1:
-            return a.square().sum((1, 2)) * g.square().sum((1, 2))
+            return wide(self.a_BTI).square().sum((1, 2)) * wide(self.g_BTO).square().sum((1, 2))
         if self.gram:
-            fast = kernels.available(self.a_BTI, self.g_BTO)
-            squares, sizes = kernels.gram_norm2(self.a_BTI, self.g_BTO) if fast else kernels.gram_norm2_plain(a, g)
+            squares, sizes = self._by_gram
             return squares.clamp(min=0) + slack(sizes)  # rounding may leave a tiny negative
-        sizes = torch.linalg.vector_norm(a, dim=2) * torch.linalg.vector_norm(g, dim=2)
+        if self._fast:  # the products that `weighted` adds up
+            a, g = self._aligned
+            return kernels.square(a.unsqueeze(1), g.unsqueeze(1))
+        a, g = wide(self.a_BTI), wide(self.g_BTO)
         step = max(1, CHUNK // (a.shape[2] * g.shape[2]))
         parts = [Dense(Outer(a[k : k + step], g[k : k + step]).per_sample()) for k in range(0, len(a), step)]
-        return torch.cat([p.norm2() for p in parts]) + slack(sizes)
+        return torch.cat([p.norm2() for p in parts]) + slack(self.terms())
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One matrix product over samples and positions together."""
-        a, g = wide(self.a_BTI), wide(self.g_BTO)
-        g = g * weights_B.to(g.dtype).view(-1, 1, 1)
-        return torch.mm(g.flatten(0, 1).t(), a.flatten(0, 1))
+        a, g = self._aligned
+        if self._fast:
+            summed = kernels.weigh(a.unsqueeze(1), g.unsqueeze(1), weights_B)[0]
+        else:
+            summed = kernels.weigh_wide(wide(a), wide(g), weights_B)
+        return summed[: self.g_BTO.shape[2], : self.a_BTI.shape[2]].contiguous()
 
     def per_sample(self) -> Tensor:
         """(B, O, I)."""
@@ -70,8 +111,7 @@ class Outer(Form):
         """Concatenate along the positions: the Gram identity then has the cross terms of the two uses."""
         if not isinstance(other, Outer):
             return None
-        a = torch.cat([wide(self.a_BTI), wide(other.a_BTI)], 1)
-        return Outer(a, torch.cat([wide(self.g_BTO), wide(other.g_BTO)], 1))
+        return Outer(side_by_side(self.a_BTI, other.a_BTI), side_by_side(self.g_BTO, other.g_BTO))
 
 
 class Linear(Rule):
@@ -89,6 +129,7 @@ class Linear(Rule):
         """An outer-product form for the weight, sums over positions for the bias."""
         g_BTO = call.rows(g).flatten(1, -2)
         if "weight" in call.wanted:
-            yield "weight", Outer(call.rows(call.arguments["input"]).flatten(1, -2), g_BTO)
+            a_BTI = call.rows(call.arguments["input"]).flatten(1, -2)
+            yield "weight", Outer(as_multiplied(a_BTI, g), g_BTO)
         if "bias" in call.wanted:
             yield "bias", Dense(wide(g_BTO).sum(1))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpscale.engine.rules.arithmetic import reduced
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Dense, Form, wide
+from dpscale.engine.rules.forms import Dense, Form, as_multiplied, wide
 from dpscale.engine.rules.linear import Outer
 
 
@@ -68,7 +68,7 @@ class AddMM(Rule):
 
 def _right(call: Call, x: Tensor, g: Tensor) -> Outer:
     """Rows of x are rows of the result, so the samples are where the result has them."""
-    return Outer(call.rows(g).flatten(1, -2), call.rows(x).flatten(1, -2))
+    return Outer(call.rows(g).flatten(1, -2), call.rows(as_multiplied(x, g)).flatten(1, -2))
 
 
 def _is_bias(t: Tensor) -> bool:

@@ -3,6 +3,7 @@
 The gradients of w and b have as many entries as there are features, so they are simply formed per sample.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from dpscale.engine.rules.forms import Dense, Form, wide
 
 
 class Normalization(Rule):
-    """What the four share: recompute x̂, then sum g·x̂ and g over everything but the sample and the feature."""
+    """What three of them share: recompute x̂, then sum g·x̂ and g over everything but the sample and the feature."""
 
     trainable: tuple[str, ...] = ("weight", "bias")
 
@@ -79,19 +80,34 @@ class RMSNorm(Normalization):
         return len(call.arguments["normalized_shape"])
 
 
-class GroupNorm(Normalization):
-    """The rule of `torch.group_norm`."""
+class GroupNorm(Rule):
+    """The rule of `torch.group_norm`.
+
+    From the sums that its own backward takes, d = Σ g·x and e = Σ g over the positions of each channel: the gradient of
+    the shift is e, that of the scale (d - mean·e)/deviation. In a compiled step they are computed once for both.
+    """
 
     functions = (torch.group_norm,)
     names = ("input", "num_groups", "weight", "bias", "eps", "cudnn_enabled")
+    trainable = ("weight", "bias")
 
-    def normalized(self, call: Call, x: Tensor) -> Tensor:
-        """Zero mean, unit variance over each group of channels."""
-        return torch.group_norm(x, call.arguments["num_groups"], eps=call.get("eps", 1e-5))
+    def accepts(self, call: Call) -> bool:
+        """The batch must be in dimension 0."""
+        return call.layout.dim == 0
 
-    def feature_dims(self, call: Call) -> int:
-        """Channels."""
-        return 0
+    def forms(self, call: Call, g: Tensor) -> Iterator[tuple[str, Form]]:
+        """Dense gradients of scale and shift."""
+        x, g, groups = wide(call.arguments["input"]), wide(g), call.arguments["num_groups"]
+        images, channels, *space = x.shape
+        sizes = images, channels, math.prod(space)
+        e_NC = g.reshape(sizes).sum(dim=[2])
+        if "weight" in call.wanted:
+            _, mean, inverse = torch.native_group_norm(x, None, None, *sizes, groups, call.get("eps", 1e-5))
+            d_NGC, e_NGC = (t.unflatten(1, (groups, -1)) for t in (torch.mul(g, x).reshape(sizes).sum(dim=[2]), e_NC))
+            scale_NGC = (d_NGC - e_NGC * mean.unsqueeze(2)) * inverse.unsqueeze(2)
+            yield "weight", Dense(call.rows(scale_NGC.flatten(1)).sum(1))
+        if "bias" in call.wanted:
+            yield "bias", Dense(call.rows(e_NC).sum(1))
 
 
 class InstanceNorm(Normalization):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpscale.engine.rules.base import Call, Rule
 from dpscale.engine.rules.convolution import Patches, per_dim
-from dpscale.engine.rules.forms import Dense, Form, wide
+from dpscale.engine.rules.forms import Dense, Form, as_multiplied, wide
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TransposedConvolution(Rule):
                 "weight",
                 TransposedPatches(
                     g_rows,
-                    call.rows(call.arguments["input"]),
+                    call.rows(as_multiplied(call.arguments["input"], g)),
                     weight.shape,
                     per_dim(call.get("stride", 1), space),
                     per_dim(call.get("padding", 0), space),

@@ -1,0 +1,73 @@
+"""What has to be done before a step can train: told to whoever listens, and to the log in one line.
+
+A model is inspected once for each shape of its samples; a compiled step is also traced, compiled, and on CUDA recorded.
+That takes from a moment to minutes.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal
+
+log = logging.getLogger("dpscale")
+
+Phase = Literal["inspecting", "tracing", "compiling", "recording"]
+
+Listener = Callable[[Phase | None], None]
+"""Called with each phase as it begins, and with None once all are done."""
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell ``listener`` of every phase that begins in here."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+@contextmanager
+def phase(name: Phase) -> Iterator[None]:
+    """Tell that ``name`` begins, and time it."""
+    with cold_start() as seconds:
+        seconds.setdefault(name, 0.0)
+        _tell(name)
+        start = time.perf_counter()
+        yield
+        seconds[name] += time.perf_counter() - start
+
+
+@contextmanager
+def cold_start() -> Iterator[dict[str, float]]:
+    """The phases in here belong together: one line in the log when all are done. A phase alone has a line of its own.
+
+    Yields:
+        the seconds of each phase so far.
+    """
+    outer = _seconds.get()
+    if outer is not None:
+        yield outer
+        return
+    seconds: dict[str, float] = {}
+    token = _seconds.set(seconds)
+    try:
+        yield seconds
+    finally:
+        _seconds.reset(token)
+        if seconds:
+            _tell(None)
+    if seconds:
+        each = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items())
+        log.info("dpscale: ready after %.1f s (%s)", sum(seconds.values()), each)
+
+
+def _tell(name: Phase | None) -> None:
+    listener = _listener.get()
+    if listener is not None:
+        listener(name)

@@ -1,0 +1,86 @@
+"""CUDA's kernels against their plain twins, and the twins against autograd. Without a GPU the first are skipped."""
+
+import pytest
+import torch
+
+from dpscale.engine import kernels
+from dpscale.engine.kernels import Window
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are CUDA's")
+
+WINDOWS = {
+    "linear": (1, 70, 1, 70, Window()),
+    "same": (9, 8, 9, 8, Window((3, 3), padding=(1, 1))),
+    "strided": (9, 8, 5, 8, Window((3, 1), (2, 1), (1, 0))),
+    "dilated": (12, 20, 8, 18, Window((3, 2), (1, 1), (0, 0), (2, 2))),
+    "point": (6, 7, 6, 7, Window((1, 1))),
+}
+
+
+def operands(name, channels=21, outputs=18, samples=9, dtype=torch.float64, device="cpu"):
+    height, width, rows, columns, window = WINDOWS[name]
+    x = torch.randn(samples, height, width, channels, device=device).to(dtype)
+    return x, torch.randn(samples, rows, columns, outputs, device=device).to(dtype), window
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_products_are_the_weight_gradients_of_a_convolution(name):
+    x, g, window = operands(name)
+    weight = torch.zeros(18, 21, *window.kernel, dtype=x.dtype, requires_grad=True)
+    found = kernels.products_plain(x, g, window).unflatten(1, window.kernel).permute(0, 3, 4, 1, 2)
+    for k in range(len(x)):
+        image = x[k].permute(2, 0, 1).unsqueeze(0)
+        out = torch.conv2d(image, weight, None, window.stride, window.padding, window.dilation)
+        (expected,) = torch.autograd.grad(out, weight, g[k].permute(2, 0, 1).unsqueeze(0))
+        torch.testing.assert_close(found[k], expected)
+
+
+def test_twin_is_the_gram_identity():
+    a, g = torch.randn(3, 5, 4).double(), torch.randn(3, 5, 6).double()
+    squares, sizes = kernels.gram_norm2_plain(a, g)
+    torch.testing.assert_close(squares, torch.einsum("bto,bti->boi", g, a).flatten(1).square().sum(1))
+    torch.testing.assert_close(sizes, a.norm(dim=2) * g.norm(dim=2))
+
+
+@on_cuda
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("shape", [(3, 40, 33, 17), (2, 130, 64, 50), (1, 2, 5, 300), (3, 300, 96, 1030)])
+def test_gram_agrees_with_its_twin(monkeypatch, shape, long):
+    samples, t, i, o = shape
+    if long:
+        monkeypatch.setattr(kernels, "LONG", 0)
+    a = torch.randn(samples, t, i, device="cuda").bfloat16()
+    g = torch.randn(samples, o, t, device="cuda").bfloat16().mT
+    ours, twin = kernels.gram_norm2(a, g), kernels.gram_norm2_plain(a.double(), g.double())
+    for x, y in zip(ours, twin, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(21, 18), (64, 48), (130, 144)])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_products_agree_with_their_twin(name, sizes, dtype):
+    x, g, window = operands(name, *sizes, samples=40, dtype=dtype, device="cuda")
+    exact = kernels.products_plain(x.double(), g.double(), window)
+    weights = torch.rand(40, device="cuda")
+    weights[3] = 0
+    torch.testing.assert_close(
+        kernels.square(x, g, window).double(), exact.square().sum((1, 2, 3)), rtol=1e-5, atol=1e-4
+    )
+    kept = kernels.keep(x, g, window)
+    assert kept.dtype == dtype
+    assert (kept.double() - exact).norm() <= 2**-8 * exact.norm()
+    summed = torch.einsum("b,btoc->toc", weights.double(), exact)
+    assert (kernels.weigh(x, g, weights, window).double() - summed).norm() <= 1e-6 * summed.norm()
+
+
+@on_cuda
+def test_weighted_products_are_bounded_by_the_squares():
+    """The released part of one sample is exactly weight times product: no rounding of w·g to 16 bits comes between."""
+    x, g, window = operands("same", 64, 64, samples=1, dtype=torch.bfloat16, device="cuda")
+    norm = kernels.square(x, g, window).sqrt()
+    for scale in (1.0, 0.37, 1e-3, 7.7):
+        released = kernels.weigh(x, g, scale / norm, window).norm()
+        assert released <= scale * (1 + 1e-6)
+        assert released >= scale * (1 - 1e-6)
