@@ -1,63 +1,126 @@
 """How the cost of a private step grows with the batch, the sequence, the width and the number of parameter tensors.
 
     python benchmarks/growth.py
-    python benchmarks/growth.py --device cuda
+    python benchmarks/growth.py --device cuda --precision tf32 --warm 8
+    python benchmarks/growth.py --modes eager --only T
 
-One quantity grows at a time, from a small stack of linear layers over sequences. The ratio is to the plain eager step
-in the same run (median of alternating rounds); the private step is eager too.
+One quantity grows at a time, from a stack of residual linear layers over sequences (two tensors each). A step is
+that of step.py. Eager is compared with eager and compiled with compiled, in turns; a ratio is the median over rounds.
 """
 
 import argparse
 import statistics
-import time
+from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from step import ours, plain
+import harness
+from contenders import ours, plain
+from harness import Row, Step, Table, figure
 
-BASE = {"B": 32, "T": 32, "width": 128, "layers": 4}
-GROWTH = {"B": (8, 32, 128, 512), "T": (1, 8, 32, 128, 512), "width": (32, 128, 512), "layers": (1, 4, 16, 64)}
+BASE = {
+    "cpu": {"B": 32, "T": 32, "width": 128, "layers": 4},
+    "cuda": {"B": 64, "T": 128, "width": 512, "layers": 4},
+}
+GROWTH = {
+    "cpu": {"B": (8, 32, 128, 512), "T": (1, 8, 32, 128, 512), "width": (32, 128, 512), "layers": (1, 4, 16, 64)},
+    "cuda": {
+        "B": (8, 64, 512, 2048),
+        "T": (1, 8, 32, 128, 512, 2048),
+        "width": (128, 512, 2048),
+        "layers": (1, 4, 16, 64),
+    },
+}
+MODES = ("eager", "compiled")
+
+
+class Residual(nn.Module):
+    """x + GELU(W x + b). Without x the numbers of a deep stack become too small for a CPU to compute with at speed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.linear(x))
 
 
 class Stack:
     """A task of `step`: layers of width × width over (B, T, width), one loss per sample."""
 
     def losses(self, out: Tensor, y: Tensor) -> Tensor:
-        return out.square().mean((1, 2)) + 0 * y
+        return out.float().square().mean((1, 2)) + 0 * y
 
 
-def seconds(step, device: str) -> float:
-    start = time.perf_counter()
-    step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+def step_of(mode: str, private: bool, size: dict[str, int], args: argparse.Namespace, precision: str) -> Step:
+    torch.manual_seed(0)
+    width = size["width"]
+    layers = [Residual(width) for _ in range(size["layers"])]
+    x = torch.randn(size["B"], size["T"], width, device=args.device)
+    y = torch.zeros(size["B"], device=args.device)
+    make = (ours if private else plain)(mode == "compiled")
+    return make(Stack(), nn.Sequential(*layers).to(args.device), x, y, harness.casting(args.device, precision))
+
+
+def measure(item: str, args: argparse.Namespace) -> Iterator[Row]:
+    precision, name = item.split("/")
+    harness.use(precision)
+    what, value = name.split("=")
+    size = BASE[args.device] | {what: int(value)}
+    row: Row = {}
+    for mode in args.modes:
+        if args.ahead and mode == "eager":
+            continue
+        try:
+            steps = [step_of(mode, private, size, args, precision) for private in (False, True)]
+            for step in steps:
+                step()
+                step()
+            harness.insist_compiled()
+            if not args.ahead:
+                base, private = harness.turns(steps, args.device, args.rounds)
+                row[f"{mode}_plain_ms"], row[f"{mode}_ms"] = (1e3 * statistics.median(t) for t in (base, private))
+                row[f"{mode}_ratio"], *row[f"{mode}_quartiles"] = harness.median_ratio(private, base)
+        except Exception as error:
+            harness.NOTES.said.clear()
+            row[f"{mode}_error"] = harness.complaint(error)
+        steps = []
+        harness.release(args.device)
+    if any(f"{mode}_error" in row for mode in args.modes):
+        row["note"] = "; ".join(row[f"{mode}_error"] for mode in args.modes if f"{mode}_error" in row)
+    yield row
+
+
+def columns(modes: list[str]) -> dict[str, tuple[int, object]]:
+    found = {
+        "grows": (8, lambda row: row["item"].split("/")[1].split("=")[0]),
+        "to": (6, lambda row: row["item"].split("=")[1]),
+        "precision": (9, lambda row: row["item"].split("/")[0]),
+    }
+    for mode in modes:
+        found |= {
+            f"plain {mode} ms": (17, figure(f"{mode}_plain_ms", ".2f")),
+            f"dpscale {mode} ms": (19, figure(f"{mode}_ms", ".2f")),
+            f"{mode} ratio": (14, figure(f"{mode}_ratio", ".2f")),
+        }
+    return found | {"note": (4, lambda row: row.get("note") or " ")}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = harness.arguments(__doc__, rounds=15)
+    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, base {BASE}")
-    print(f"{'grows':<10}{'to':>6}{'plain ms':>11}{'dpscale ms':>12}{'ratio':>8}")
-    for name, values in GROWTH.items():
-        for value in values:
-            size = BASE | {name: value}
-            steps = []
-            for make in (plain(False), ours(False)):
-                torch.manual_seed(0)
-                width = size["width"]
-                layers = [m for _ in range(size["layers"]) for m in (nn.Linear(width, width), nn.GELU())]
-                x = torch.randn(size["B"], size["T"], size["width"], device=args.device)
-                y = torch.zeros(size["B"], device=args.device)
-                cast = lambda: torch.autocast(args.device, enabled=False)  # noqa: E731
-                steps.append(make(Stack(), nn.Sequential(*layers).to(args.device), x, y, cast))
-            rounds = [[seconds(step, args.device) for step in steps] for _ in range(args.rounds + 2)][2:]
-            a, b = (1e3 * statistics.median(column) for column in zip(*rounds, strict=True))
-            ratio = statistics.median(ours / base for base, ours in rounds)
-            print(f"{name:<10}{value:>6}{a:>11.2f}{b:>12.2f}{ratio:>8.2f}", flush=True)
+    args.modes = [mode for mode in MODES if mode in args.modes.split(",")]
+    if args.items:
+        harness.serve(args, lambda item: measure(item, args))
+        return
+    names = [f"{what}={value}" for what, values in GROWTH[args.device].items() for value in values]
+    print(f"{harness.machine(args)}, from {', '.join(f'{k} = {v}' for k, v in BASE[args.device].items())}")
+    table = Table(args, columns(args.modes), 3)
+    for row in harness.measured(args, harness.wanted(args, names)):
+        table.add(row)
 
 
 if __name__ == "__main__":

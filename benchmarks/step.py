@@ -1,254 +1,158 @@
 """Time and memory of one training step beside plain PyTorch and Opacus, all in one run.
 
-    python benchmarks/step.py                                          # digits and 4-conv CNN, B = 256, on the CPU
-    python benchmarks/step.py --device cuda --tasks all --precision tf32
-    python benchmarks/step.py --device cuda --tasks gpt2,vit-s16 --precision bf16 --json results.json
+    python benchmarks/step.py                                          # digits and 4-conv CNN on the CPU
+    python benchmarks/step.py --device cuda --tasks all --precision tf32,bf16 --warm 8
+    python benchmarks/step.py --device cuda --tasks gpt2,vit-s16 --precision bf16 --json results.json --markdown
 
-Every row is a whole step (forward, backward, scaling, noise, SGD update) on the same batch. The contenders take turns,
-round by round, so that a busy machine slows them all alike; a ratio is the median over rounds of the time relative to
-the same round of the compiled (or, without it, the eager) plain step. Memory is what the CUDA allocator has reserved
-for a step, model and batch included. Cold start is the time of the first two steps.
+Every row is a whole step (forward, backward, scaling, noise, SGD update) on the same batch. Each contender takes turns,
+round by round, with the compiled (or, without it, the eager) plain step, so that a busy machine slows both alike; a
+ratio is the median over rounds of the time relative to the plain step's in the same round. Only these two are alive
+then; where they do not fit together, the contender is timed alone. vmap(grad) is written as users write it, without
+chunks: out of memory is an answer too.
+
+Memory is that of a step at its peak, model and batch included: on CUDA what the allocator has reserved, on the CPU the
+growth of the process. Cold start is the time of the first two steps, with an empty compiler cache (with --cache and
+something in it, none is given). With --warm N it was measured in a process of its own with N of them at once, which is
+slower than alone; the timed process then reads the cache.
 """
 
 import argparse
-import contextlib
-import gc
-import json
-import platform
 import statistics
-import sys
-import time
-import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
 
-import dpscale
-from dpscale.engine.compiled import Fast
-from dpscale.noise import Key, add_noise
-from models import TASKS, Task
-
-Step = Callable[[], None]
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
+import harness
+from contenders import BASES, COMPILED, CONTENDERS
+from harness import Memory, Row, Step, Table, figure
+from models import ON_REQUEST, TASKS, Task
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+@dataclass
+class Base:
+    """The plain step, while it fits, and what is known of it."""
+
+    step: Step | None
+    row: Row
 
 
-def plain(compiled: bool) -> Callable[..., Step]:
-    def make(task: Task, model: nn.Module, x: Tensor, y: Tensor, cast: Context) -> Step:
-        optimizer = sgd(model)
+def start(task: Task, contender: str, precision: str, args: argparse.Namespace) -> tuple[Row, Step | None]:
+    """A contender's first steps: how long they take, and what memory one needs. An error is an answer."""
+    row: Row = {"contender": contender}
+    harness.NOTES.said.clear()
+    try:
+        torch.manual_seed(0)
+        memory = Memory(args.device)
+        x, y = task.data(args.device)
+        model = task.make().to(args.device)
+        resident = [*model.parameters(), *model.buffers(), x, y]
+        step = CONTENDERS[contender](task, model, x, y, harness.casting(args.device, precision))
 
-        def loss(x: Tensor, y: Tensor) -> Tensor:
-            with cast():
-                return task.losses(model(x), y).mean()
+        def twice() -> None:
+            step()
+            step()
 
-        cuda_graphs = {"mode": "reduce-overhead"} if x.is_cuda else {}
-        run = torch.compile(loss, dynamic=False, **cuda_graphs) if compiled else loss
-
-        def step() -> None:
-            run(x, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    return make
-
-
-def ours(compiled: bool) -> Callable[..., Step]:
-    def make(task: Task, model: nn.Module, x: Tensor, y: Tensor, cast: Context) -> Step:
-        optimizer, fast = sgd(model), Fast(model)
-        rule, key, count = dpscale.PSASC(C=1.0, s=0.5, r=1e-3), Key(), [0]
-        mask = torch.ones(len(x), dtype=torch.bool, device=x.device)
-        parameters = dict(model.named_parameters())
-
-        def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-            with cast():
-                return task.losses(model(batch[0]), batch[1])
-
-        def step() -> None:
-            count[0] += 1
-            if compiled:
-                out = fast(loss_fn, (x, y), rule, mask)
-            else:
-                out = dpscale.scaled_sum(model, loss_fn, (x, y), rule, mask)
-            noisy = add_noise(out.grads, 1.0, key, count[0])
-            for (name, _), mean in zip(noisy.items(), torch._foreach_div(list(noisy.values()), len(x)), strict=True):
-                parameters[name].grad = mean
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    return make
+        row["cold_seconds"] = harness.seconds(twice, args.device)
+        harness.insist_compiled()
+        if not args.ahead:
+            row["peak_mib"] = memory.peak(step, resident)
+        return row, step
+    except Exception as error:
+        row |= {"error": harness.complaint(error), "starved": harness.out_of_memory(error)}
+        return row, None
 
 
-def opacus(mode: str) -> Callable[..., Step]:
-    def make(task: Task, model: nn.Module, x: Tensor, y: Tensor, cast: Context) -> Step:
-        from opacus import PrivacyEngine
-        from torch.utils.data import DataLoader, TensorDataset
-
-        class Loss(nn.Module):
-            reduction = "mean"
-
-            def forward(self, out: Tensor, y: Tensor) -> Tensor:
-                losses = task.losses(out, y)
-                return losses if self.reduction == "none" else losses.mean()
-
-        loader = DataLoader(TensorDataset(x, y), batch_size=len(x))
-        made = PrivacyEngine().make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), data_loader=loader,
-            noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode,
-            **({"criterion": Loss()} if mode == "ghost" else {}),
-        )  # fmt: skip
-        private, optimizer, *rest = made
-        criterion = rest[0] if mode == "ghost" else Loss()
-
-        def step() -> None:
-            optimizer.zero_grad()
-            with cast():
-                loss = criterion(private(x), y)
-            loss.backward()
-            optimizer.step()
-
-        return step
-
-    return make
+def measure(item: str, args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of one task at one precision."""
+    name, precision = item.split("/")
+    harness.use(precision)
+    task = replace(TASKS[name], batch=args.batch or TASKS[name].batch)
+    base: Base | None = None
+    for contender in args.contenders:
+        row, step = start(task, contender, precision, args)
+        if row.get("starved") and base is not None and base.step is not None:  # perhaps it fits alone
+            base.step = None
+            torch._dynamo.reset()
+            row, step = start(task, contender, precision, args)
+        if step is not None and not args.ahead:
+            try:
+                compare(row, step, base, args)
+            except Exception as error:
+                row["error"] = harness.complaint(error)
+        if base is None and contender in BASES and "error" not in row:
+            base = Base(step, row)
+        step = None
+        yield row
+        harness.release(args.device)
 
 
-def vmapped(task: Task, model: nn.Module, x: Tensor, y: Tensor, cast: Context) -> Step:
-    """vmap(grad): every sample's whole gradient."""
-    optimizer = sgd(model)
-    parameters = dict(model.named_parameters())
-
-    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        with cast():
-            return task.losses(torch.func.functional_call(model, values, (x[None],)), y[None])[0]
-
-    gradient = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))
-
-    def step() -> None:
-        grads = gradient({n: p.detach() for n, p in parameters.items()}, x, y)
-        norms = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
-        weights = 1 / norms.clamp(min=1)
-        for n, p in parameters.items():
-            p.grad = (torch.einsum("b,b...->...", weights, grads[n]) + torch.randn_like(p)) / len(x)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def compare(row: Row, step: Step, base: Base | None, args: argparse.Namespace) -> None:
+    """Time the step, in turns with the base where that is alive."""
+    together = [step] if base is None or base.step is None else [step, base.step]
+    seconds, *other = harness.turns(together, args.device, args.rounds)
+    row["milliseconds"], row["rounds"] = 1e3 * statistics.median(seconds), len(seconds)
+    if base is None and row["contender"] not in BASES:
+        return
+    against = other[0] if other else [(base.row if base else row)["milliseconds"] / 1e3] * len(seconds)
+    row["ratio"], *row["quartiles"] = harness.median_ratio(seconds, against)
+    peak = (base.row if base else row)["peak_mib"]
+    if peak and row["peak_mib"] is not None:
+        row["peak_ratio"] = row["peak_mib"] / peak
 
 
-CONTENDERS: dict[str, Callable[..., Step]] = {
-    "plain": plain(False),
-    "plain compiled": plain(True),
-    "dpscale": ours(False),
-    "dpscale compiled": ours(True),
-    "Opacus hooks": opacus("hooks"),
-    "Opacus ghost": opacus("ghost"),
-    "vmap(grad)": vmapped,
+COLUMNS = {
+    "task": (12, lambda row: row["item"].split("/")[0]),
+    "precision": (9, lambda row: row["item"].split("/")[1]),
+    "contender": (17, lambda row: row.get("contender")),
+    "ms/step": (9, figure("milliseconds", ".2f")),
+    "ratio": (6, figure("ratio", ".2f")),
+    "quartiles": (11, lambda row: "{:.2f}-{:.2f}".format(*row["quartiles"]) if "quartiles" in row else None),
+    "peak MiB": (9, figure("peak_mib", ",.0f")),
+    "peak ratio": (10, figure("peak_ratio", ".2f")),
+    "cold s": (7, figure("cold_seconds", ".1f")),
+    "note": (4, lambda row: row.get("note") or " "),
 }
 
 
-def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    task, cuda = TASKS[name], args.device == "cuda"
-    if args.batch:
-        task = Task(task.make, task.shape, args.batch, task.classes)
-    cast: Context = lambda: torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16")  # noqa: E731
-    rows: list[dict[str, Any]] = []
-    steps: dict[str, Step] = {}
-    for contender in args.contenders:
-        torch.manual_seed(0)
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_reserved() if cuda else 0
-        row: dict[str, Any] = {"task": name, "contender": contender, "precision": args.precision}
-        rows.append(row)
-        try:
-            x, y = task.data(args.device)
-            step = CONTENDERS[contender](task, task.make().to(args.device), x, y, cast)
-            start = time.perf_counter()
-            step()
-            step()
-            if cuda:
-                torch.cuda.synchronize()
-            row["cold_seconds"] = time.perf_counter() - start
-            if cuda:  # reserved, not allocated: what a CUDA graph holds for itself counts too
-                torch.cuda.synchronize()
-                gc.collect()
-                torch.cuda.empty_cache()
-                step()
-                torch.cuda.synchronize()
-                row["peak_mib"] = (torch.cuda.memory_reserved() - held) / 2**20
-            steps[contender] = step
-        except Exception as error:
-            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
-    times: dict[str, list[float]] = {c: [] for c in steps}
-    for k in range(args.rounds + 2):
-        for contender, step in steps.items():
-            if cuda:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            step()
-            if cuda:
-                torch.cuda.synchronize()
-            if k >= 2:  # two rounds of warm-up
-                times[contender].append(time.perf_counter() - start)
-    base = "plain compiled" if "plain compiled" in times else "plain"
-    for row in rows:
-        seconds = times.get(row["contender"])
-        if seconds:
-            ratios = sorted(s / b for s, b in zip(seconds, times[base], strict=True))
-            row["milliseconds"] = 1e3 * statistics.median(seconds)
-            row["ratio"] = statistics.median(ratios)
-            row["quartiles"] = [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]
-    return rows
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--tasks", default="digits-cnn,4-conv-cnn", help=f"of {', '.join(TASKS)}, or all")
-    parser.add_argument("--contenders", default=None, help=f"of {', '.join(CONTENDERS)}")
-    parser.add_argument("--batch", type=int, default=None, help="another batch size than the task's")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16"])
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--contenders", help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--batch", type=int, help="another batch size than the task's")
     args = parser.parse_args()
-    args.contenders = args.contenders.split(",") if args.contenders else list(CONTENDERS)
-    tasks = list(TASKS) if args.tasks == "all" else args.tasks.split(",")
-    warnings.filterwarnings("ignore")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.precision != "fp32"
-    chip = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(
-        f"torch {torch.__version__}, python {platform.python_version()}, {chip}, {args.precision}, {args.rounds} rounds"
-    )
-    print(f"{'task':<12}{'contender':<18}{'ms/step':>9}{'ratio':>7}{'quartiles':>12}{'peak MiB':>10}{'cold s':>8}")
-    rows: list[dict[str, Any]] = []
-    for name in tasks:
-        for row in measure(name, args):
-            rows.append(row)
-            if "error" in row:
-                print(f"{row['task']:<12}{row['contender']:<18}  {row['error']}", flush=True)
-                continue
-            low, high = row["quartiles"]
-            peak = f"{row['peak_mib']:.0f}" if "peak_mib" in row else "-"
-            print(
-                f"{row['task']:<12}{row['contender']:<18}{row['milliseconds']:>9.2f}{row['ratio']:>7.2f}"
-                f"{f'{low:.2f}-{high:.2f}':>12}{peak:>10}{row['cold_seconds']:>8.1f}",
-                flush=True,
-            )
-        gc.collect()
-        torch._dynamo.reset()
-    if args.json:
-        args.json.write_text(json.dumps({"command": sys.argv, "torch": torch.__version__, "rows": rows}, indent=1))
+    chosen = args.contenders.split(",") if args.contenders else list(CONTENDERS)
+    args.contenders = [c for c in CONTENDERS if c in chosen]  # in this order: the base comes first
+    every = [t for t in TASKS if args.device == "cuda" or t not in ON_REQUEST]
+    tasks = every if args.tasks == "all" else args.tasks.split(",")
+    unknown = sorted({*tasks, *chosen} - {*TASKS, *CONTENDERS})
+    if unknown:
+        raise SystemExit(f"Unknown: {', '.join(unknown)}. Tasks are {', '.join(TASKS)}, or all.")
+    if args.items:
+        harness.serve(args, lambda item: measure(item, args))
+        return
+    items = {t: [f"{t}/{p}" for p in harness.precisions(args)] for t in tasks}
+    reused = args.cache is not None and args.cache.exists() and any(args.cache.iterdir())
+    print(f"{harness.machine(args)}, at most {args.rounds} rounds")
+    with harness.compiler_cache(args) as environment:
+        cold: dict[str, list[Row]] = {}
+        if args.warm:
+            jobs = {
+                f"{item}/{c}": ([item], ["--contenders", c])
+                for c in reversed(COMPILED)  # the longest first, and no task beside itself
+                for p in harness.precisions(args)
+                for item in (f"{t}/{p}" for t in tasks)
+                if c in args.contenders
+            }
+            cold = harness.ahead(jobs, environment, args.warm)
+        table = Table(args, COLUMNS, 3)
+        for of_task in items.values():  # a process for each task: none inherits another's memory
+            for row in harness.rows(of_task, environment):
+                compiled_ahead = cold.get(f"{row['item']}/{row.get('contender')}", [])
+                known = [r["cold_seconds"] for r in compiled_ahead if "cold_seconds" in r]
+                if (known or reused) and "cold_seconds" in row:
+                    row |= {"cached_seconds": row["cold_seconds"], "cold_seconds": None if reused else known[0]}
+                table.add(row)
 
 
 if __name__ == "__main__":
