@@ -1,16 +1,18 @@
 """The lab on tiny settings: data, presets, records, comparison, figures, report."""
 
 import dataclasses
+import io
 import json
 import re
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from scipy import stats
 
 from dpscale import PSAC, PSASC
-from dpscale.lab import compare, figures, models, norms, presets, records, report, runner, summary
+from dpscale.lab import compare, display, figures, models, norms, presets, records, report, runner, summary
 from dpscale.lab.data import digits, hold_out
 from dpscale.lab.presets import METHODS
 
@@ -99,7 +101,10 @@ def test_every_value_of_a_preset_can_be_overridden():
         ({"delta": 1.0}, r"'delta' parameter of Config must be a number in \(0, 1\)"),
         ({"epochs": 0}, "'epochs' parameter of Config must be an integer >= 1"),
         ({"grid": ()}, "'grid' parameter of Config must be at least one rate"),
-        ({"momentum": 1.0}, "'momentum' parameter of Config must be a number in"),
+        ({"momentum": "fast"}, "'momentum' parameter of Config must be one of heavy-ball, inner-outer, disk"),
+        ({"gamma1": 0.0}, "'gamma1' parameter of HeavyBall must be above 0 and at most 1"),
+        ({"K0": -1}, "'K0' parameter of InnerOuter must be an integer"),
+        ({"sampling": "weekly"}, "'sampling' parameter of Config must be one of poisson, full-batch"),
         ({"model": "vit"}, "'model' parameter of Config must be one of digits_cnn, paper_cnn"),
     ],
 )
@@ -141,8 +146,10 @@ def test_a_run_repeats_exactly_and_spends_what_it_says():
     one, other = runner.run(job, seen.append), runner.run(job)
     assert one.curves == other.curves and one.accuracy == one.curves["accuracy"][-1]
     assert one.epsilon == pytest.approx(TINY.epsilon, rel=1e-3) and one.epsilon <= TINY.epsilon
-    assert [p.epoch for p in seen] == [1, 2] and seen[-1].step == seen[-1].steps == one.plan["steps"]
-    assert seen[0].epsilon() < seen[1].epsilon() == pytest.approx(one.epsilon)
+    before, (first, last) = [p for p in seen if p.epoch == 0], [p for p in seen if p.epoch > 0]
+    assert [p.phase for p in (before[0], before[-1])] == ["inspecting", None] and {p.step for p in before} == {0}
+    assert (first.epoch, last.epoch) == (1, 2) and last.step == last.steps == one.plan["steps"]
+    assert first.epsilon() < last.epsilon() == pytest.approx(one.epsilon)
     assert one.diagnostics["not_private"] is True and one.diagnostics["epochs"] == [2]
 
 
@@ -150,6 +157,19 @@ def test_without_privacy_there_is_no_epsilon_and_no_diagnostics(found):
     plain = [r for r in found if r.method == "non-private"]
     assert plain and all(r.epsilon is None and r.plan is None and r.diagnostics is None for r in plain)
     assert all("Not private" in r.statement for r in plain)
+
+
+def test_the_bar_says_what_a_run_waits_for(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(display, "Console", lambda **_: Console(file=shown, force_terminal=True, color_system=None))
+    waiting = {"step": 0, "steps": 20, "epoch": 0, "loss": float("nan"), "plan": None, "delta": 1e-5}
+    with display.run_bar("a run", quiet=False) as show:
+        show(runner.Progress(**waiting, phase="compiling"))
+        assert re.search(r"a run.* 0/20 compiling", shown.getvalue())
+        show(runner.Progress(**waiting))
+        assert re.search(r"a run.* 0/20 training", shown.getvalue())
+        show(runner.Progress(**waiting | {"step": 10, "epoch": 1, "loss": 0.5}))
+    assert re.search(r"a run.* 10/20 loss 0.500", shown.getvalue())
 
 
 def test_plain_runs_see_the_batches_of_private_ones():

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpscale.checks import is_number, require, require_count, require_positive, require_probability
+from dpscale.checks import require, require_count, require_positive, require_probability
 from dpscale.lab.data import DATA
 from dpscale.lab.models import MODELS
+from dpscale.momentum import DiSK, HeavyBall, InnerOuter, Momentum, PerSampleEMA
 from dpscale.scaling import RULES, Scaling
 
 
@@ -26,7 +27,12 @@ class Config:
         data, model: names in `data.DATA` and `models.MODELS`.
         epsilon, delta: the privacy that every private method spends, no more and no less.
         batch, epochs: expected batch size and passes over the data (Poisson sampling).
-        momentum: of SGD, the same for every method.
+        momentum: name in `momentum.MOMENTA`, or "none"; of every method that has none of its own.
+        gamma1: outer momentum of every method, as in `HeavyBall`: the velocity keeps 1 - gamma1 of itself.
+        K0, gamma0: inner momentum of the methods that have it, as in `InnerOuter`.
+        kappa, lookahead: of `DiSK`.
+        gamma: of `PerSampleEMA`.
+        sampling: "poisson", or "full-batch", with which one epoch is one step.
         C, r, s: constants of the scaling rules.
         tune: search the rate on held-out training data; otherwise take it from ``rates``.
         grid: normalized rates that the search tries, the same for every method, one run each.
@@ -43,13 +49,20 @@ class Config:
     delta: float
     batch: int
     epochs: int
-    momentum: float
     C: float
     r: float
     s: float
     tune: bool
     grid: tuple[float, ...]
     held_out: float
+    momentum: str = "heavy-ball"
+    gamma1: float = 0.1
+    K0: int = 2
+    gamma0: float = 0.5
+    kappa: float = 0.7
+    lookahead: float = 0.5
+    gamma: float = 0.5
+    sampling: str = "poisson"
     rates: Mapping[str, float] = field(default_factory=dict)
     last_epochs: int = 10
     note: str = ""
@@ -61,8 +74,12 @@ class Config:
             require_count("Config", name, getattr(self, name))
         for name in ("delta", "held_out"):
             require_probability("Config", name, getattr(self, name))
-        ok = is_number(self.momentum) and 0 <= self.momentum < 1
-        require(ok, "Config", "momentum", "a number in [0, 1)", self.momentum)
+        samplers = ("poisson", "full-batch")
+        require(self.sampling in samplers, "Config", "sampling", f"one of {', '.join(samplers)}", self.sampling)
+        kinds = [*_MOMENTA, "none"]
+        require(self.momentum in kinds, "Config", "momentum", f"one of {', '.join(kinds)}", self.momentum)
+        for make in _MOMENTA.values():
+            make(self)  # refuses bad constants, in its own words
         require(bool(self.grid), "Config", "grid", "at least one rate", self.grid)
         for rate in (*self.grid, *self.rates.values()):
             require_positive("Config", "rate", rate, action="It is learning rate × bound.")
@@ -82,15 +99,24 @@ class Config:
         return {**dataclasses.asdict(self), "grid": list(self.grid), "rates": dict(self.rates)}
 
 
+_MOMENTA: dict[str, Callable[[Config], Momentum]] = {
+    "heavy-ball": lambda c: HeavyBall(gamma1=c.gamma1),
+    "inner-outer": lambda c: InnerOuter(K0=c.K0, gamma0=c.gamma0, gamma1=c.gamma1),
+    "disk": lambda c: DiSK(kappa=c.kappa, gamma=c.lookahead),
+    "per-sample-ema": lambda c: PerSampleEMA(gamma=c.gamma),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to train: a scaling rule (or none) and where its learning rate comes from.
+    """A way to train: a scaling rule (or none), a momentum, and where its learning rate comes from.
 
     Args:
         name, title, about: for the command line, for tables, for the report.
         rule: name in `scaling.RULES`; None for training without privacy.
         follows: a control takes the learning rate of this method instead of a search of its own.
         over_s: what a control divides by s: its learning rate (``"lr"``) or its stabiliser (``"r"``).
+        momentum: a momentum of its own, in place of the configuration's.
     """
 
     name: str
@@ -99,6 +125,12 @@ class Method:
     rule: str | None
     follows: str | None = None
     over_s: str | None = None
+    momentum: str | None = None
+
+    def momentum_of(self, config: Config) -> Momentum | None:
+        """Its own momentum or the configuration's, with the constants of ``config``."""
+        kind = self.momentum or config.momentum
+        return None if kind == "none" else _MOMENTA[kind](config)
 
     def scaling(self, config: Config) -> Scaling | None:
         """The rule with the constants of ``config``."""
@@ -142,6 +174,13 @@ _METHODS = (
     Method(name="dp-psac", title="DP-PSAC", about="Adaptive: weight C/(x + r/(x+r)).", rule="psac"),
     Method(name="dp-psasc", title="DP-PSASC", about="Adaptive, scaled: weight C/(s·x + r/(x+r)).", rule="psasc"),
     Method(
+        name="dp-psasc-star",
+        title="DP-PSASC*",
+        about="DP-PSASC on each sample's gradients at K0 + 1 released points, combined before they are scaled.",
+        rule="psasc",
+        momentum="inner-outer",
+    ),
+    Method(
         name="psac-lr-over-s",
         title="PSAC at lr/s",
         about="Control: DP-PSAC at DP-PSASC's learning rate divided by s.",
@@ -176,14 +215,20 @@ def digits() -> Config:
         delta=1e-4,
         batch=256,
         epochs=15,
-        momentum=0.9,
         C=0.3,
         r=1e-2,
         s=0.7,
         tune=True,
         grid=(0.03, 0.06, 0.12, 0.25, 0.5),
         held_out=0.2,
-        rates={"non-private": 0.12, "dp-sgd": 0.12, "auto-s": 0.12, "dp-psac": 0.12, "dp-psasc": 0.12},
+        rates={
+            "non-private": 0.12,
+            "dp-sgd": 0.12,
+            "auto-s": 0.12,
+            "dp-psac": 0.12,
+            "dp-psasc": 0.12,
+            "dp-psasc-star": 0.12,
+        },
         note=(
             "The model, ε, the batch size, the number of epochs and the range of rates of this preset were settled "
             "beforehand, mostly with DP-PSAC, by accuracy on 360 images that are training images here. The test images "

@@ -77,8 +77,8 @@ def _table(rows: Sequence[Row], note: str) -> Iterable[str]:
     yield (
         '<p class="note">Mean over seeds and 95% interval (Student\'s t), measured once, after the last epoch. '
         "The interval covers initialisation, batches and noise; it does not cover the choice of test images. "
-        "Methods share their momentum and the number of rates tried. Runs of one seed share initialisation, batches "
-        "and noise, so a difference seed by seed has a narrower interval than either mean.</p>"
+        "Methods share their outer momentum and the number of rates tried. Runs of one seed share initialisation, "
+        "batches and noise, so a difference seed by seed has a narrower interval than either mean.</p>"
     )
     if note:
         yield f'<p class="note">{escape(note)}</p>'

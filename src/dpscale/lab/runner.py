@@ -5,13 +5,14 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from dpscale.engine.phases import listening
 from dpscale.lab.data import DATA, Data, hold_out
 from dpscale.lab.models import MODELS
 from dpscale.lab.norms import Norms
@@ -19,7 +20,7 @@ from dpscale.lab.presets import METHODS, Config, Method, bound
 from dpscale.lab.records import Record
 from dpscale.noise import Key
 from dpscale.plan import Plan
-from dpscale.sampling import Poisson
+from dpscale.sampling import FullBatch, Poisson, Sampling
 from dpscale.scaling import Clip
 from dpscale.training import privatize
 
@@ -50,7 +51,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run stands. ``epsilon()`` takes a moment, so it is computed for those who ask."""
+    """Where a run stands. ``epsilon()`` takes a moment, so it is computed for those who ask.
+
+    ``phase`` is what keeps the next step waiting, as in `dpscale.engine.phases`; None while the run trains.
+    """
 
     step: int
     steps: int
@@ -58,6 +62,7 @@ class Progress:
     loss: float
     plan: Plan | None
     delta: float
+    phase: str | None = None
 
     def epsilon(self) -> float | None:
         """ε spent so far; None for a run that is not private."""
@@ -80,7 +85,7 @@ def calibrate(config: Config) -> float:
 
 
 def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Record:
-    """Train once and say what came of it. ``on_progress`` is called after every epoch."""
+    """Train once and say what came of it. ``on_progress`` is called after every epoch, and at each phase before."""
     config, method = job.config, METHODS[job.method]
     data = load(config, job.role)
     model = _model(config, job.seed)
@@ -91,9 +96,19 @@ def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Reco
     steps = _train_plain(model, job, data, ends[-1]) if plan is None else _train_private(model, plan, job, data)
     curves: dict[str, list[float | None]] = {"epoch": [], "train_loss": [], "accuracy": [], "mean_weight": []}
     norms, loss = Norms(), float("nan")
+
+    def tell(epoch: int, phase: str | None = None) -> None:
+        if on_progress:
+            step, trained = (ends[epoch - 1], curves["train_loss"][-1]) if epoch else (0, None)
+            shown = float("nan") if trained is None else trained
+            on_progress(
+                Progress(step=step, steps=ends[-1], epoch=epoch, loss=shown, plan=plan, delta=config.delta, phase=phase)
+            )
+
     for epoch, end in enumerate(ends, start=1):
         begun = ends[epoch - 2] if epoch > 1 else 0
-        seen = [next(steps) for _ in range(begun, end)]
+        with listening(partial(tell, epoch - 1)):
+            seen = [next(steps) for _ in range(begun, end)]
         weights = [step.weights for step in seen if step.weights is not None]
         if epoch > config.epochs - config.last_epochs:
             norms.add(epoch, [step.norms for step in seen if step.norms is not None], weights)
@@ -103,17 +118,7 @@ def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Reco
         curves["train_loss"].append(train_loss)
         curves["accuracy"].append(accuracy)
         curves["mean_weight"].append(_mean(weights))
-        if on_progress:
-            on_progress(
-                Progress(
-                    step=end,
-                    steps=ends[-1],
-                    epoch=epoch,
-                    loss=float("nan") if train_loss is None else train_loss,
-                    plan=plan,
-                    delta=config.delta,
-                )
-            )
+        tell(epoch)
     seconds = time.perf_counter() - start
     final = job.role == "final"
     scaling = method.scaling(config)
@@ -167,7 +172,9 @@ def load(config: Config, role: str) -> Data:
     return _load(config.data, config.held_out if role == "search" else None)
 
 
-def _sampling(config: Config, data: Data) -> Poisson:
+def _sampling(config: Config, data: Data) -> Sampling:
+    if config.sampling == "full-batch":
+        return FullBatch(size=data.size)
     # A search trains on fewer samples; the same share of them per step leaves steps and noise as they will be.
     whole = load(config, "final").size
     return Poisson(size=data.size, batch=max(1, round(config.batch * data.size / whole)))
@@ -183,6 +190,7 @@ def _plan(config: Config, method: Method, data: Data, noise_multiplier: float) -
         epochs=config.epochs,
         noise_multiplier=noise_multiplier,
         delta=config.delta,
+        momentum=method.momentum_of(config),
     )
 
 
@@ -193,8 +201,8 @@ def _model(config: Config, seed: int) -> nn.Module:
     return model.to(load(config, "final").train_images.device)
 
 
-def _optimizer(model: nn.Module, job: Job) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=job.config.momentum)
+def _optimizer(model: nn.Module, job: Job, momentum: float = 0.0) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=momentum)
 
 
 def _losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -211,7 +219,8 @@ def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data) -> Iterat
 
 def _train_plain(model: nn.Module, job: Job, data: Data, steps: int) -> Iterator[_Step]:
     """Plain PyTorch on the batches that a private run of the same seed draws, divided by the same constant."""
-    optimizer, sampling = _optimizer(model, job), _sampling(job.config, data)
+    heavy = 0.0 if job.config.momentum == "none" else 1 - job.config.gamma1  # torch's momentum is the same heavy ball
+    optimizer, sampling = _optimizer(model, job, heavy), _sampling(job.config, data)
     draws = sampling.draws(Key(job.seed).generator("sampling"))
     for _ in range(steps):
         chosen = torch.from_numpy(next(draws)).to(data.train_labels.device)
