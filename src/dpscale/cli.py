@@ -1,4 +1,4 @@
-"""The command line: train, compare, calibrate, epsilon, report.
+"""The command line: train, compare, calibrate, epsilon, report, reproduce.
 
 Results go to stdout and everything else to stderr; ``--json`` makes stdout one JSON document. Bad input is one line
 and exit code 2. What a command does not need is not imported: `calibrate` and `epsilon` load no model and no picture.
@@ -152,6 +152,7 @@ def epsilon_(
 app.command()(commands.train)
 app.command()(commands.compare)
 app.command()(commands.report)
+app.add_typer(commands.reproduce, name="reproduce")
 
 
 def main() -> None:
