@@ -439,3 +439,46 @@ def test_a_failed_step_leaves_the_memory_as_it_was():
         return vector(model)
 
     torch.testing.assert_close(trained(True), trained(False))
+
+
+class Single(nn.Module):
+    """A parameter without dimensions beside one with."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.layer, self.other = nn.Parameter(torch.tensor(1.0)), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.gain * self.other(self.layer(x).tanh())
+
+
+def private_single(momentum):
+    torch.manual_seed(0)
+    model = Single()
+    plan = dpscale.Plan(
+        scaling=RULES[0], sampling=dpscale.FullBatch(size=N), steps=4, unsafe_no_noise=True, momentum=momentum
+    )
+    private = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, seed=0)
+    return model, private, TensorDataset(torch.randn(N, 3), torch.randint(0, 3, (N,)))
+
+
+@pytest.mark.parametrize(
+    "momentum",
+    [
+        dpscale.HeavyBall(gamma1=0.5),
+        dpscale.InnerOuter(K0=1, gamma0=0.5, gamma1=0.5),
+        dpscale.PerSampleEMA(gamma=0.5),
+        dpscale.DiSK(kappa=0.6, gamma=0.5),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_parameters_frozen_midway_are_refused_before_anything_is_charged(momentum):
+    model, private, data = private_single(momentum)
+    for k, batch in enumerate(private.batches(data)):
+        if k == 2:
+            model.layer.requires_grad_(False)
+            with pytest.raises(RuntimeError, match=r"'layer\.bias' was frozen, unfrozen, moved or converted"):
+                private.step(batch, losses)
+            assert private.steps_taken == 2
+            break
+        private.step(batch, losses)

@@ -290,7 +290,7 @@ class _Outer(Course):
     def __init__(self, parameters: Weights, outer: tuple[float, float]) -> None:
         super().__init__(parameters)
         self._carried, self._fresh = outer
-        self._average: list[Tensor] | None = None
+        self._average: dict[str, Tensor] = {}
 
     def release(self, sums: dict[str, Tensor]) -> None:
         """The average in place of the sum."""
@@ -299,9 +299,9 @@ class _Outer(Course):
             torch._foreach_mul_(fresh, self._fresh)
         if self._carried == 0:
             return
-        if self._average is not None:
-            torch._foreach_add_(fresh, self._average, alpha=self._carried)
-        self._average = [t.clone() for t in fresh]
+        if self._average:
+            torch._foreach_add_(fresh, [self._average[n] for n in sums], alpha=self._carried)
+        self._average = {n: t.clone() for n, t in sums.items()}
 
 
 class _Ring(_Outer):
@@ -393,7 +393,7 @@ class _Averages(Course):
         """m = γ·g + (1-γ)·m; the memory itself changes only with `release`. A gradient that is not finite is passed on
         as it is, to be counted, and not remembered."""
         assert self._memory is not None
-        g = torch.cat([t.flatten(1) for t in grads.values()], 1)
+        g = torch.cat([t.unsqueeze(-1).flatten(1) for t in grads.values()], 1)
         held = self._memory[rows].to(g.device)
         m = torch.lerp(held, g.to(held.dtype), self._gamma) if self._begun else g.to(held.dtype)
         finite = torch.isfinite(m).all(1) & keep_B

@@ -71,6 +71,7 @@ class Private:
         self._recorder = Recorder(model)
         self._fast = Fast(model) if compile else None
         self._course: Course | None = None
+        self._remembered: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
         optimizer.register_step_post_hook(self._stepped)
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -168,8 +169,17 @@ class Private:
 
     def _begun(self, samples: int) -> Course:
         """The momentum's memory, made at the first step: only then is the model where it stays."""
+        momentum, parameters = self.plan.momentum, trainable(self.model)
+        found = {n: (p.shape, p.dtype, p.device) for n, p in parameters.items()}
+        if self._course is not None and momentum is not None and found != self._remembered:
+            other = sorted(set(found.items()) ^ set(self._remembered.items()), key=str)[0][0]
+            raise RuntimeError(
+                f"{type(momentum).__name__} remembers every trainable parameter since the first step, and {other!r} "
+                "was frozen, unfrozen, moved or converted since. Nothing was released. Do that before training, or "
+                "plan the next part of it apart."
+            )
         if self._course is None:
-            momentum, parameters = self.plan.momentum, trainable(self.model)
+            self._remembered = found
             self._course = Course(parameters) if momentum is None else momentum.start(parameters)
             self._course.allocate(samples)
         return self._course

@@ -6,11 +6,12 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpscale
 from dpscale.engine import compiled as module
 from dpscale.engine import kernels, phases
-from dpscale.engine.compiled import Fast
+from dpscale.engine.compiled import Fast, inductor
 
 from ..helpers import SIZE, data, mlp, plan, train, vector
 from ..helpers import loss_fn as cross_entropy
@@ -132,3 +133,54 @@ def test_twin_is_the_gram_identity():
     squares, sizes = kernels.gram_norm2_plain(a, g)
     torch.testing.assert_close(squares, torch.einsum("bto,bti->boi", g, a).flatten(1).square().sum(1))
     torch.testing.assert_close(sizes, a.norm(dim=2) * g.norm(dim=2))
+
+
+def through_graph(model, batch, loss_fn, fast=None):
+    fast = fast or Fast(model, lambda graph, _: graph)
+    mask = torch.ones(len(batch[0]), dtype=torch.bool)
+    return fast, fast(loss_fn, batch, dpscale.Clip(C=1e6), mask)
+
+
+def test_what_is_no_tensor_in_a_batch_is_not_taken_for_constant():
+    model, x = nn.Linear(3, 1), torch.randn(4, 3)
+
+    def loss_fn(model, batch):
+        return batch[1] * model(batch[0])[:, 0]
+
+    fast, once = through_graph(model, (x, 1.0), loss_fn)
+    _, thrice = through_graph(model, (x, 3.0), loss_fn, fast)
+    torch.testing.assert_close(thrice.norms, 3 * once.norms)
+
+
+def test_a_batch_of_another_layout_is_the_same_batch():
+    model, x = nn.Linear(3, 1), torch.randn(4, 3)
+
+    def loss_fn(model, batch):
+        return model(batch[0])[:, 0] ** 2
+
+    fast, once = through_graph(model, (x,), loss_fn)
+    _, again = through_graph(model, (x.t().contiguous().t(),), loss_fn, fast)
+    torch.testing.assert_close(again.norms, once.norms)
+
+
+def test_parameters_that_moved_are_found_again():
+    model, x = nn.Linear(3, 1), torch.randn(4, 3)
+
+    def loss_fn(model, batch):
+        return model(batch[0])[:, 0] ** 2
+
+    fast, once = through_graph(model, (x,), loss_fn)
+    model.load_state_dict({n: 2 * p.detach() for n, p in model.named_parameters()}, assign=True)
+    _, twice = through_graph(model, (x,), loss_fn, fast)
+    torch.testing.assert_close(twice.norms, 2 * once.norms)
+
+
+def test_two_draws_are_two_draws():
+    """Merging equal operations must leave random ones apart: torch.normal of one mean, drawn twice."""
+
+    def difference(x):
+        return torch.normal(x, 1.0) - torch.normal(x, 1.0)
+
+    x = torch.zeros(50)
+    graph = make_fx(difference, tracing_mode="fake")(x)
+    assert inductor(graph, [x])(x)[0].abs().max() > 0.1

@@ -244,3 +244,23 @@ def test_small_gradients_are_packed_without_a_trace():
     assert list(sums) == list(grads)
     for name, g in grads.items():
         torch.testing.assert_close(sums[name], Dense(g).weighted(w))
+
+
+@pytest.mark.parametrize("name", ["products-not-kept", "conv-not-kept"])
+def test_terms_that_cancel_are_not_taken_for_nothing(monkeypatch, name):
+    """A sum in float32 cannot forget what it was added to: the norm counts in what rounding the terms leave."""
+    form = fast_forms()[name]
+    monkeypatch.setattr(kernels, "available", lambda *_: True)
+    monkeypatch.setattr(convolution, "SMALL", 0)
+    monkeypatch.setattr(linear, "CHUNK", 0)
+    if isinstance(form, Outer):
+        halves = Outer(torch.cat([form.a_BTI] * 2, 1), torch.cat([form.g_BTO, -form.g_BTO], 1))
+        sizes = (halves.a_BTI.float().norm(dim=2) * halves.g_BTO.float().norm(dim=2)).sum(1)
+        assert (halves.norm2() >= 4 * torch.finfo(torch.float32).eps * sizes.square() * 0.999).all()
+        return
+    sizes = form._terms().sum(1)
+    patches = form._outer()
+    torch.testing.assert_close(form._terms(), patches.terms(), rtol=1e-3, atol=1e-3)
+    assert (
+        form.norm2() >= kernels.square(*form._channels_last()) + 3.9 * torch.finfo(torch.float32).eps * sizes**2
+    ).all()

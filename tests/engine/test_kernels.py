@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import dpscale
 from dpscale.engine import kernels
 from dpscale.engine.kernels import Window
+from dpscale.engine.rules.linear import Outer
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are CUDA's")
 
@@ -84,3 +86,28 @@ def test_weighted_products_are_bounded_by_the_squares():
         released = kernels.weigh(x, g, scale / norm, window).norm()
         assert released <= scale * (1 + 1e-6)
         assert released >= scale * (1 - 1e-6)
+
+
+@on_cuda
+def test_a_sample_whose_terms_cancel_does_not_disturb_the_others():
+    """Rounding at the size of its terms, times its weight, stays far below the bound."""
+    torch.manual_seed(0)
+    a = torch.randn(33, 128, 32, device="cuda").bfloat16()
+    g = torch.randn(33, 128, 32, device="cuda").bfloat16()
+    a[-1, 64:], g[-1, 64:] = a[-1, :64], -g[-1, :64]
+    a[-1] *= 100
+    form, rule = Outer(a, g), dpscale.Clip(C=1.0)
+    weights = rule.weight(form.norm2().sqrt())
+    without = weights.clone()
+    without[-1] = 0
+    both = [kernels.weigh(a.unsqueeze(1), g.unsqueeze(1), w) for w in (weights, without)]
+    assert (both[0] - both[1]).norm() <= 1e-2
+
+
+@on_cuda
+def test_extreme_weights_leave_the_sum_finite():
+    x, g, window = operands("linear", 32, 32, samples=3, dtype=torch.bfloat16, device="cuda")
+    for weights in ([1.0, 1e-38, 1.0], [1e-38, 1.0, 1e6], [1e10, 1e-25, 1e10]):
+        w = torch.tensor(weights, device="cuda")
+        expected = torch.einsum("b,btoc->toc", w.double(), kernels.products_plain(x.double(), g.double(), window))
+        assert (kernels.weigh(x, g, w, window).double() - expected).norm() <= 1e-5 * expected.norm()

@@ -344,3 +344,26 @@ def test_a_parameter_that_slips_by_through_a_view_is_refused():
         dpscale.UnsupportedModel, match=r"'row' also reaches the losses.*in place.*requires_grad_\(False"
     ):
         dpscale.scaled_sum(Slips().double(), loss_fn, (randn(5, 4),), SCALINGS[0])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.transpose(1, 2), lambda x: x[:, ::2], lambda x: x.permute(0, 2, 1)[:, :, 1:]]
+)
+def test_group_norm_of_an_input_with_gaps(change):
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 6).double()
+    channels = change(x).shape[1]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.GroupNorm(2, channels).double()
+
+        def forward(self, x):
+            return self.norm(change(x)).square().flatten(1).sum(1)
+
+    model = Model()
+    out = dpscale.scaled_sum(model, lambda m, b: m(b[0]), (x,), dpscale.Clip(C=1e9))
+    for k in range(3):
+        grads = torch.autograd.grad(model(x[k : k + 1])[0], list(model.parameters()))
+        torch.testing.assert_close(out.norms[k], torch.cat(grads).norm())

@@ -289,6 +289,5 @@ def signature(model: nn.Module, batch: Any) -> Any:
         tuple(n for n, p in model.named_parameters() if p.requires_grad),
         str(tree_structure(batch)),
         tuple((t.dtype, t.shape[1:]) for t in tree_leaves(batch) if isinstance(t, Tensor)),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
     )

@@ -101,8 +101,10 @@ def weigh(
     large = {name: form for name, form in forms.items() if packed is None or name not in small}
     if norms is None:
         norms = _norms([*large.values(), *([packed.all] if packed else [])], mask_B)
-    finite = torch.isfinite(norms)
-    weights = rule.weight(norms).where(finite & mask_B, 0.0)
+    weights = rule.weight(norms)
+    # A weight that float32 cannot hold to full precision (a norm near its end) would not bound what it multiplies.
+    finite = torch.isfinite(norms) & (weights >= torch.finfo(torch.float32).tiny)
+    weights = weights.where(finite & mask_B, 0.0)
     sums = {name: form.weighted(weights) for name, form in large.items()} | (packed.weighted(weights) if packed else {})
     grads = {
         name: sums[name] if name in sums else torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))

@@ -95,10 +95,12 @@ def _once() -> Any:
         def __call__(self, graph: torch.fx.Graph) -> None:
             module = graph.owning_module
             assert module is not None
+            if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes):
+                return  # equal draws are not the same draw
             module.graph = fx_graph_cse(graph)
 
         def uuid(self) -> str:
-            return "dpscale-once-1"  # goes into the key of the compiler's cache
+            return "dpscale-once-2"  # goes into the key of the compiler's cache
 
     return Once()
 
@@ -170,6 +172,8 @@ class Compiled:
             return *out.grads.values(), out.norms, out.weights, out.ignored, losses, finite
 
         data = [leaves[k] for k in self._tensors]
+        self._strides = [t.stride() for t in data]
+        self._storage = [t.data_ptr() for t in self._values()]
         with phase("tracing"), sdpa_kernel(_ATTENTION):
             graph = traced(step, [*self._values(), *data, mask], mask.is_cuda)
         # Tensors that are no inputs (buffers, frozen parameters) are held by reference: as buffers of the graph they
@@ -196,6 +200,7 @@ class Compiled:
         data = [leaves[k] for k in self._tensors]
         with torch.no_grad():
             if self._replay is None:
+                data = [t if t.stride() == s else _laid_out(t, s) for t, s in zip(data, self._strides, strict=True)]
                 outputs = self._run(*self._values(), *data, mask)
             else:
                 for buffer, t in zip(self._static, [*data, mask], strict=True):
@@ -203,6 +208,11 @@ class Compiled:
                 outputs = self._replay()
         grads = dict(zip(self._names, outputs, strict=False))
         return Answer(grads, *outputs[len(grads) :])
+
+    def moved(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether a parameter is no longer where it was, or another one (`load_state_dict(assign=True)`, `to`)."""
+        same = all(self._points[-1][n] is parameters.get(n) for n in self._names)
+        return not same or [t.data_ptr() for t in self._values()] != self._storage
 
     def _values(self) -> list[Tensor]:
         return [*(w[n].detach() for w in self._points for n in self._names), self._coefficients]
@@ -230,6 +240,10 @@ class Compiled:
             return outputs
 
         self._replay = replay
+
+
+def _laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
 class Fast:
@@ -270,11 +284,15 @@ class Fast:
     def _compiled(
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, points: Points | None
     ) -> Compiled | None:
-        shapes = tuple(t.shape for t in tree_leaves(batch) if isinstance(t, Tensor))
+        leaves = tree_leaves(batch)
+        shapes = tuple(t.shape if isinstance(t, Tensor) else (type(t), repr(t)) for t in leaves)
         places = tuple(id(weights) for _, weights in points or ())  # a compiled step keeps them alive
         key = (identity(loss_fn), signature(self._model, batch), shapes, rule, places)
+        parameters = trainable(self._model)
+        known = self._known.get(key)
+        if known is not None and known.moved(parameters):
+            del self._known[key]
         if key not in self._known:
-            parameters = trainable(self._model)
 
             def run(data: Any) -> Tensor:
                 return check_losses(loss_fn(self._model, data), batch_size(data)[0])

@@ -29,6 +29,9 @@ except ImportError:  # CPU builds of torch come without it
 SHORT = 16
 """Fewer positions than this per sample, and a tensor core's tile is mostly empty."""
 
+FAINT = 2.0**-86
+"""`weigh` leaves a sample out whose weight is smaller (its norm some 10²⁶ bounds): rescaling to it could overflow."""
+
 LONG = 8192
 """More inputs or outputs than this, and a Gram matrix is worth several programs."""
 
@@ -150,6 +153,7 @@ def keep(x_BHWC: Tensor, g_BRSO: Tensor, window: Window = POINT) -> Tensor:
 def weigh(x_BHWC: Tensor, g_BRSO: Tensor, weights_B: Tensor, window: Window = POINT) -> Tensor:
     """Σ_b w_b·(products of b), (taps, O, C), in float32."""
     weights = weights_B.float()
+    weights = weights.where(weights >= FAINT, 0.0)
     if not x_BHWC.is_cuda:
         return torch.einsum("b,btoc->toc", weights, products_plain(x_BHWC, g_BRSO, window))
     found: Tensor = torch.ops.dpscale.weigh_products(x_BHWC, g_BRSO, weights, window.numbers(), _precision())

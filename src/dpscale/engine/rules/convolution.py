@@ -171,8 +171,10 @@ class Patches(Form):
 
     def norm2(self) -> Tensor:
         """By pixels on small maps; else, per group, by the outer products over patches, in chunks of samples."""
-        if self._fast:  # the products that `weighted` adds up
-            return self._outer().norm2() if self._unfolds else kernels.square(*self._channels_last())
+        if self._fast:
+            if self._unfolds:
+                return self._outer().norm2()
+            return kernels.square(*self._channels_last()) + slack(self._terms())
         _, patches, pixels = self._costs
         area = max(math.prod(self.x.shape[3:]), math.prod(self.g.shape[3:]))
         if pixels <= patches and len(self.x) * area**2 <= CHUNK:
@@ -180,6 +182,15 @@ class Patches(Form):
         step = max(1, CHUNK // self._patch_numbers)
         parts = [self._slice(k, k + step)._outer().norm2() for k in range(0, len(self.x), step)]
         return torch.cat(parts).view(-1, self.groups).sum(1)
+
+    def _terms(self) -> Tensor:
+        """The norms of the terms g_l patch_lᵀ, (B, L): a patch's from the squares in its window."""
+        x, g, window = self._channels_last()
+        squares = wide(x).square().sum(3).unsqueeze(1)
+        ones = squares.new_ones(1, 1, *window.kernel)
+        patches = torch.conv2d(squares, ones, None, window.stride, window.padding, window.dilation).squeeze(1)
+        patches = patches[:, : g.shape[1], : g.shape[2]].clamp(min=0)
+        return (patches * wide(g).square().sum(3)).sqrt().flatten(1)
 
     def _norm2_by_pixels(self) -> Tensor:
         """The Gram identity without patches: a_l·a_m = Σ_k x[l+k]·x[m+k], shifted windows of the pixels' Gram."""

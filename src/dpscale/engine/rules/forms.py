@@ -189,7 +189,7 @@ def wide(t: Tensor) -> Tensor:
 
 def as_multiplied(x: Tensor, g: Tensor) -> Tensor:
     """An operation's input as it was multiplied: autocast rounds it to the precision of the output before."""
-    return x.to(g.dtype) if x.is_floating_point() and g.element_size() < x.element_size() else x
+    return x.to(g.dtype) if x.is_floating_point() and g.element_size() <= x.element_size() else x
 
 
 def scaled(t_B: Tensor, weights_B: Tensor) -> Tensor:

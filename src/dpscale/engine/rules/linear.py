@@ -82,9 +82,9 @@ class Outer(Form):
         if self.gram:
             squares, sizes = self._by_gram
             return squares.clamp(min=0) + slack(sizes)  # rounding may leave a tiny negative
-        if self._fast:  # the products that `weighted` adds up
+        if self._fast:
             a, g = self._aligned
-            return kernels.square(a.unsqueeze(1), g.unsqueeze(1))
+            return kernels.square(a.unsqueeze(1), g.unsqueeze(1)) + slack(self.terms())
         a, g = wide(self.a_BTI), wide(self.g_BTO)
         step = max(1, CHUNK // (a.shape[2] * g.shape[2]))
         parts = [Dense(Outer(a[k : k + step], g[k : k + step]).per_sample()) for k in range(0, len(a), step)]

@@ -97,7 +97,8 @@ class GroupNorm(Rule):
 
     def forms(self, call: Call, g: Tensor) -> Iterator[tuple[str, Form]]:
         """Dense gradients of scale and shift."""
-        x, g, groups = wide(call.arguments["input"]), wide(g), call.arguments["num_groups"]
+        x, g = (_dense(wide(t)) for t in (call.arguments["input"], g))
+        groups = call.arguments["num_groups"]
         images, channels, *space = x.shape
         sizes = images, channels, math.prod(space)
         e_NC = g.reshape(sizes).sum(dim=[2])
@@ -129,3 +130,9 @@ class InstanceNorm(Normalization):
     def feature_dims(self, call: Call) -> int:
         """Channels."""
         return 0
+
+
+def _dense(t: Tensor) -> Tensor:
+    """As `torch.group_norm` lays out what it is given: without gaps, on the CPU also channels last."""
+    last = t.ndim == 4 and t.device.type == "cpu" and t.is_contiguous(memory_format=torch.channels_last)
+    return t if last else t.contiguous()
