@@ -14,12 +14,12 @@ class Images(nn.Module):
     def __init__(self, flatten):
         super().__init__()
         self.first, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)
-        self.second, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(16, 3)
+        self.second, self.last, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Linear(16, 3)
         self.flatten = flatten
 
     def forward(self, x):
         x = F.relu(self.norm(self.first(x)))
-        return self.head(self.flatten(F.max_pool2d(x + self.second(x), 2)))
+        return self.head(self.flatten(F.max_pool2d(self.last(self.second(x)), 2)))
 
 
 def losses(model, batch):

@@ -183,4 +183,5 @@ def test_two_draws_are_two_draws():
 
     x = torch.zeros(50)
     graph = make_fx(difference, tracing_mode="fake")(x)
-    assert inductor(graph, [x])(x)[0].abs().max() > 0.1
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert inductor(graph, [x])(x)[0].abs().max() > 0.1

@@ -367,3 +367,15 @@ def test_group_norm_of_an_input_with_gaps(change):
     for k in range(3):
         grads = torch.autograd.grad(model(x[k : k + 1])[0], list(model.parameters()))
         torch.testing.assert_close(out.norms[k], torch.cat(grads).norm())
+
+
+@pytest.mark.parametrize("C", [1.0, 1e-3, 1e-6])
+def test_a_norm_whose_weight_float32_cannot_hold_adds_nothing(C):
+    """A subnormal weight has few bits: rounded up it would exceed the bound. Such a sample is left out, and counted."""
+    model = nn.Linear(2, 1, bias=False)
+    x = torch.tensor([[1.0, 0.0], [2.6e38, 0.0]])
+    out = dpscale.scaled_sum(model, lambda m, b: m(b[0])[:, 0], (x,), dpscale.Clip(C=C))
+    left_out = torch.finfo(torch.float32).tiny > C / 2.6e38
+    assert int(out.ignored) == left_out
+    assert out.grads["weight"].norm() <= C * (2 - left_out) * (1 + 1e-6)
+    assert out.weights[0] > 0
