@@ -1,4 +1,4 @@
-"""The command line: train, compare, calibrate, epsilon, report, reproduce, data.
+"""The command line: train, compare, calibrate, epsilon, report, reproduce, data, features.
 
 Results go to stdout and everything else to stderr; ``--json`` makes stdout one JSON document. Bad input is one line
 and exit code 2. What a command does not need is not imported: `calibrate` and `epsilon` load no model and no picture.
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from dpscale.lab import commands
 from dpscale.lab.commands import Json
 from dpscale.lab.datasets.commands import data
+from dpscale.lab.encoders import commands as encoder_commands
 
 if TYPE_CHECKING:
     from dpscale.plan import Plan
@@ -155,6 +156,7 @@ app.command()(commands.compare)
 app.command()(commands.report)
 app.add_typer(commands.reproduce, name="reproduce")
 app.add_typer(data, name="data")
+app.command()(encoder_commands.features)
 
 
 def main() -> None:
