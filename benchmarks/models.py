@@ -7,28 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscale.lab.models import digits_cnn, paper_cnn
-
-
-def conv(i: int, o: int, *, pool: bool = False) -> nn.Sequential:
-    layers = [nn.Conv2d(i, o, 3, padding=1, bias=False), nn.GroupNorm(min(32, o // 4), o), nn.ReLU()]
-    return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(conv(width, width), conv(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.body(x)
-
-
-def resnet9(classes: int = 10) -> nn.Sequential:
-    return nn.Sequential(
-        conv(3, 64), conv(64, 128, pool=True), Residual(128), conv(128, 256, pool=True), conv(256, 256, pool=True),
-        Residual(256), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(1024, classes),
-    )  # fmt: skip
+from dpscale.lab.models import digits_cnn, paper_cnn, resnet9
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dpscale import cli
-from dpscale.lab import compare, records
+from dpscale.lab import commands, compare, paper, presets, records, runner
 
 TINY = ["--epochs", "1", "--batch", "64", "--lr", "0.1"]
 MNIST = ["--delta", "1e-5", "--size", "60000", "--batch", "512"]
@@ -40,7 +40,14 @@ def compared(tmp_path_factory):
 # -- help and version ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["", "train", "compare", "report", "calibrate", "epsilon"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        *("train", "compare", "report", "calibrate", "epsilon", "features", "reproduce"),
+        *(f"reproduce {name}" for name in ("table1", "table2", "figures", "all", "theory")),
+    ],
+)
 def test_every_help_shows_an_example(command):
     text = run(*command.split(), "--help").stdout
     assert "Example" in text and f"dpscale {command}".strip() in text
@@ -169,13 +176,109 @@ def test_report_is_made_anew_from_records(compared):
     (out / "report.html").unlink()
     again = json.loads(run("report", str(out), "--json").stdout)
     assert again["rows"] == told["rows"] and (out / "report.html").is_file()
-    assert "Report:" in run("report", str(out)).stdout
+    assert (again["preset"], again["verdict"], again["left"]) == ("digits", told["verdict"], 0)
+    assert run("report", str(out)).stdout == f"Report: {out / 'report.html'}\n"
+
+
+def test_report_packs_records_and_writes_tables(compared, tmp_path):
+    out, told = compared
+    results, page = tmp_path / "results", tmp_path / "docs" / "results.md"
+    shown = run("report", str(out), "--pack", str(results), "--markdown", str(page)).stdout
+    assert f"Markdown: {page}" in shown and f"Records: {results}" in shown
+    assert [path.name for path in results.iterdir()] == ["digits.jsonl"]
+    text = page.read_text(encoding="utf-8")
+    assert "| DP-PSASC |" in text and told["verdict"] in text
+    again = json.loads(run("report", str(results), "--markdown", str(page), "--json").stdout)
+    assert again["rows"] == told["rows"] and page.read_text(encoding="utf-8") == text
+    assert {path.name for path in results.iterdir()} == {"digits.jsonl", "report.html"}
+
+
+@pytest.fixture(scope="module")
+def reproduced(tmp_path_factory):
+    out = tmp_path_factory.mktemp("cli") / "paper"
+    arguments = (
+        "--presets",
+        "digits",
+        "--methods",
+        "dp-sgd,dp-psasc",
+        "--seeds",
+        "1",
+        "--epochs",
+        "1",
+        "--workers",
+        "1",
+    )
+    return out, ("--out", str(out), *arguments)
+
+
+def test_a_spent_budget_is_told_and_the_same_command_goes_on(reproduced):
+    out, arguments = reproduced
+    result = run("reproduce", "table2", *arguments, "--budget-minutes", "0")
+    assert "12 runs are left: the budget is spent" in result.stdout and "Report:" not in result.stdout
+    assert not list(out.rglob("*.json"))
+    told = json.loads(run("reproduce", "table2", *arguments, "--json").stdout)
+    assert told["left"] == 0 and [row["method"] for row in told["experiments"][0]["rows"]] == ["dp-sgd", "dp-psasc"]
+    assert (out / "report.html").is_file() and (out / "digits" / "report.html").is_file()
+    assert len(list((out / "digits" / "search").glob("*.json"))) == 10 and not (out / "digits" / "figures").exists()
+    again = run("report", str(out)).stdout  # one folder per preset
+    assert again == f"Report: {out / 'report.html'}\n"
+
+
+def test_figures_are_written_beside_the_records(reproduced):
+    out, arguments = reproduced
+    result = run("reproduce", "figures", *arguments)
+    assert "DP-PSASC" in result.stdout and "Report:" in result.stdout
+    names = {"accuracy", "weights", "norms", "similarity-dp-sgd", "mean-weight"}
+    assert {path.name for path in (out / "digits" / "figures").iterdir()} == {
+        f"{n}.{s}" for n in names for s in ("png", "svg")
+    }
+
+
+def test_the_papers_settings_as_a_table_and_as_json(monkeypatch):
+    monkeypatch.setattr(paper, "PRESETS", ("mnist",))
+    (told,) = json.loads(run("reproduce", "table1", "--json").stdout)
+    assert told["noise_multiplier"] == pytest.approx(0.8917, abs=2e-4) and told["samples"] == 60_000
+    assert "0.8917" in run("reproduce", "table1", "--presets", "mnist").stdout
+
+
+def test_a_momentum_that_is_given_is_not_searched():
+    config = commands._config("mnist", None, None, gamma1=0.2, K0=3)
+    assert config.gamma1s == (0.2,) and config.inner == ((3, config.gamma0),)
+    assert commands._config("mnist", None, None, gamma1=None).gamma1s == presets.mnist().gamma1s
+
+
+def test_options_reach_the_record(tmp_path):
+    arguments = (
+        "--gamma1",
+        "0.3",
+        "--optimizer",
+        "nadam",
+        "--precision",
+        "bf16",
+        "--train-size",
+        "500",
+        "--diagnostics",
+    )
+    told = json.loads(run("train", "digits", *TINY, *arguments, "--out", str(tmp_path), "--json").stdout)
+    config = told["config"]
+    assert (config["optimizer"], config["precision"], config["train_size"]) == ("nadam", "bf16", 500)
+    assert told["data"]["train"] == 500 and told["choice"] == {"rate": 0.1, "gamma1": 0.3}
+    assert told["diagnostics"]["not_private"] is True and told["learning_rate"] == 0.1
+
+
+def test_a_missing_data_set_names_the_command_that_gets_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPSCALE_DATA", "elsewhere")  # set by --data for the processes of a comparison; put back after
+    runner._whole.cache_clear()
+    for arguments in (("compare", "mnist"), ("train", "mnist"), ("reproduce", "table2", "--presets", "mnist")):
+        line = refuse(*arguments, "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
+        assert "Run 'dpscale data get mnist'" in line and str(tmp_path / "none") in line
+    assert not list(tmp_path.rglob("*.json"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("compare", "mnits"), "'preset' parameter of dpscale must be one of: digits. Got 'mnits'"),
+        (("compare", "mnits"), "'preset' parameter of dpscale must be one of: digits, mnist"),
         (("compare", "digits", "--methods", "dp-sgd,dp-magic"), "'method' parameter of dpscale must be one of: non-p"),
         (("compare", "digits", "--epsilon", "0"), "'epsilon' parameter of Config must be a finite number > 0"),
         (("compare", "digits", "--seeds", "0"), "--seeds"),
@@ -183,6 +286,12 @@ def test_report_is_made_anew_from_records(compared):
         (("compare", "digits", "--batch", "5000", "--workers", "1"), "'batch' parameter of Poisson must be at most"),
         (("train", "digits", "--method", "dp-sgd,dp-psac"), "'method' parameter of dpscale must be one of"),
         (("train", "nothing"), "Got 'nothing'"),
+        (("train", "digits", "--epsilon", "-3"), "'epsilon' parameter of Config must be a finite number > 0. Got -3.0"),
+        (("train", "digits", "--epsilon", "inf"), "'epsilon' parameter of Config must be a finite number > 0. Got inf"),
+        (("train", "digits", "--optimizer", "adam"), "'optimizer' parameter of Config must be one of sgd, nadam"),
+        (("train", "digits", "--encoder", "clip"), "'encoder' parameter of Config must be one of None, simclrv2"),
+        (("train", "digits", "--train-size", "5000"), "'train_size' parameter of load must be an integer <= 1437"),
+        (("train", "digits", "--model", "vit"), "'model' parameter of Config must be one of digits_cnn"),
     ],
 )
 def test_refused_experiments_leave_nothing_behind(arguments, text, tmp_path):

@@ -1,7 +1,9 @@
 """The commands that run experiments: train, compare, report, reproduce. `dpscale.cli` puts them on the command line."""
 
+import dataclasses
 import json
 import math
+import os
 import shlex
 import sys
 import tempfile
@@ -15,7 +17,13 @@ from dpscale.lab import presets
 from dpscale.lab.presets import Config
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
-Preset = Annotated[str, typer.Argument(help="Name of an experiment: digits.", show_default=False)]
+Preset = Annotated[
+    str,
+    typer.Argument(
+        help="Name of an experiment: digits, mnist, fashion-mnist, cifar10-simclr, celeba-male, imagenette.",
+        show_default=False,
+    ),
+]
 Out = Annotated[Path | None, typer.Option(help="Folder of records and report; default: runs/PRESET.")]
 Epsilon = Annotated[float | None, typer.Option(help="Privacy budget; default: the preset's.")]
 Delta = Annotated[float | None, typer.Option(help="Probability outside of it; default: the preset's.")]
@@ -32,7 +40,22 @@ Lookahead = Annotated[float | None, typer.Option(help="disk: how far ahead its s
 Gamma = Annotated[float | None, typer.Option(help="per-sample-ema: share of the new in a sample's average, in (0, 1].")]
 Sampler = Annotated[str | None, typer.Option(help="poisson or full-batch; default: the preset's.")]
 Gamma1 = Annotated[float | None, typer.Option(help="Outer momentum: the velocity keeps 1 - gamma1, in (0, 1].")]
-Rate = Annotated[float | None, typer.Option("--lr", help="Learning rate × bound for every method: no search.")]
+Encoder = Annotated[str | None, typer.Option(help="cifar10-simclr: name of a frozen encoder; default: the preset's.")]
+TrainSize = Annotated[int | None, typer.Option(min=1, help="Take the first so many training samples.")]
+Model = Annotated[str | None, typer.Option(help="Name of a model; default: the preset's.")]
+Precision = Annotated[str | None, typer.Option(help="float32 or bf16 (on a GPU); default: the preset's.")]
+Optimizer = Annotated[str | None, typer.Option(help="sgd or nadam; default: the preset's.")]
+Diagnostics = Annotated[
+    bool | None,
+    typer.Option("--diagnostics", help="Record norms, weights and gradient similarity. NOT PRIVATE: public data only."),
+]
+Folder = Annotated[
+    Path | None, typer.Option("--data", help="Data folder; default: $DPSCALE_DATA, else the user's cache folder.")
+]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Runs at once; default: 2 on the CPU, on a GPU as many as fit.")
+]
+Rate = Annotated[float | None, typer.Option("--lr", help="Learning rate × bound / gamma1 for every method: no search.")]
 
 
 reproduce = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -47,6 +70,9 @@ def train(
     delta: Delta = None,
     epochs: Epochs = None,
     batch: Batch = None,
+    c: Annotated[float | None, typer.Option("--C", help="Constant C of the scaling rules.")] = None,
+    r: Annotated[float | None, typer.Option("--r", help="Constant r of the scaling rules.")] = None,
+    s: Annotated[float | None, typer.Option("--s", help="Constant s of DP-PSASC.")] = None,
     momentum: Momentum = None,
     k0: K0 = None,
     gamma0: Gamma0 = None,
@@ -55,6 +81,13 @@ def train(
     lookahead: Lookahead = None,
     gamma: Gamma = None,
     sampler: Sampler = None,
+    model: Model = None,
+    optimizer: Optimizer = None,
+    precision: Precision = None,
+    encoder: Encoder = None,
+    train_size: TrainSize = None,
+    diagnostics: Diagnostics = None,
+    data: Folder = None,
     lr: Rate = None,
     as_json: Json = False,
 ) -> None:
@@ -65,10 +98,11 @@ def train(
       dpscale train digits --method dp-psasc --seed 0 --out runs/digits
       dpscale train digits --method dp-psasc --momentum inner-outer --k0 2 --gamma0 0.5 --gamma1 0.1
     """
-    memory = {"K0": k0, "gamma0": gamma0, "gamma1": gamma1, "kappa": kappa, "lookahead": lookahead, "gamma": gamma}
     config = _config(
-        preset, lr, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, momentum=momentum, sampling=sampler,
-        **memory,
+        preset, lr, data, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, C=c, r=r, s=s, momentum=momentum,
+        K0=k0, gamma0=gamma0, gamma1=gamma1, kappa=kappa, lookahead=lookahead, gamma=gamma, sampling=sampler,
+        model=model, optimizer=optimizer, precision=precision, encoder=encoder, train_size=train_size,
+        diagnostics=diagnostics,
     )  # fmt: skip
     from dpscale.lab import display, presets
     from dpscale.lab.compare import train
@@ -95,6 +129,9 @@ def compare(
     delta: Delta = None,
     epochs: Epochs = None,
     batch: Batch = None,
+    c: Annotated[float | None, typer.Option("--C", help="Constant C of the scaling rules.")] = None,
+    r: Annotated[float | None, typer.Option("--r", help="Constant r of the scaling rules.")] = None,
+    s: Annotated[float | None, typer.Option("--s", help="Constant s of DP-PSASC.")] = None,
     momentum: Momentum = None,
     k0: K0 = None,
     gamma0: Gamma0 = None,
@@ -103,9 +140,16 @@ def compare(
     lookahead: Lookahead = None,
     gamma: Gamma = None,
     sampler: Sampler = None,
+    model: Model = None,
+    optimizer: Optimizer = None,
+    precision: Precision = None,
+    encoder: Encoder = None,
+    train_size: TrainSize = None,
+    diagnostics: Diagnostics = None,
+    data: Folder = None,
     lr: Rate = None,
     tune: Annotated[bool, typer.Option(help="Search the rate of each method on held-out training data.")] = True,
-    workers: Annotated[int, typer.Option(min=1, help="Processes, with one thread each.")] = 2,
+    workers: Workers = None,
     as_json: Json = False,
 ) -> None:
     """Compare methods over seeds, print a table, and write records and report.html. Resumes where it left off.
@@ -114,10 +158,11 @@ def compare(
     Example:
       dpscale compare digits --methods dp-sgd,dp-psac,dp-psasc --seeds 5 --out runs/digits
     """
-    memory = {"K0": k0, "gamma0": gamma0, "gamma1": gamma1, "kappa": kappa, "lookahead": lookahead, "gamma": gamma}
     config = _config(
-        preset, lr, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, momentum=momentum, sampling=sampler,
-        **memory,
+        preset, lr, data, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, C=c, r=r, s=s, momentum=momentum,
+        K0=k0, gamma0=gamma0, gamma1=gamma1, kappa=kappa, lookahead=lookahead, gamma=gamma, sampling=sampler,
+        model=model, optimizer=optimizer, precision=precision, encoder=encoder, train_size=train_size,
+        diagnostics=diagnostics,
     )  # fmt: skip
     from rich.console import Console
 
@@ -128,7 +173,7 @@ def compare(
     with display.comparison_bar(f"compare {preset}", quiet=as_json) as bar:
         found = compare.compare(
             config, chosen, range(seeds), folder, workers=workers, command=_command(), on_finished=bar
-        )
+        ).records
     rows = summary.summarize(found)
     path, _ = report.write(folder, like=found[0])
     seconds = time.perf_counter() - start
@@ -143,22 +188,49 @@ def compare(
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of records.", show_default=False)], as_json: Json = False
+    folder: Annotated[
+        Path,
+        typer.Argument(help="Folder of records, or of a folder or PRESET.jsonl per experiment.", show_default=False),
+    ],
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the tables as Markdown into this file too; what is above its line <!-- tables --> stays."
+        ),
+    ] = None,
+    pack: Annotated[
+        Path | None, typer.Option(help="Write the records into this folder too, a PRESET.jsonl each.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Make report.html anew from the records in a folder.
 
     \b
     Example:
       dpscale report runs/digits
+      dpscale report runs/paper --pack results
+      dpscale report results --markdown docs/results.md
     """
-    from dpscale.lab import report, summary
+    from dpscale.lab import markdown as tables
+    from dpscale.lab import paper, records, report
 
-    path, rows = report.write(folder)
+    found = paper.load(folder)
+    files = {"report": report.write_all(folder, found)}
+    if markdown:
+        before = markdown.read_text(encoding="utf-8") if markdown.is_file() else ""
+        records.write(markdown, tables.page(found, before))
+        files["markdown"] = markdown
+    if pack:
+        for source, one in zip(paper.sources(folder), found, strict=True):
+            if one.records:
+                records.pack(source, pack / f"{one.preset}.jsonl")
+        files["records"] = pack
     if as_json:
-        shown = [row.to_dict() for row in rows]
-        print_json({"rows": shown, "verdict": summary.verdict(rows), "report": str(path)})
+        alone = paper.to_dict(found)[0] if len(found) == 1 else {"experiments": paper.to_dict(found)}
+        print_json({**alone, **{name: str(path) for name, path in files.items()}})
     else:
-        typer.echo(f"Report: {path}")
+        for name, path in files.items():
+            typer.echo(f"{name.capitalize()}: {path}")
 
 
 @reproduce.callback(invoke_without_command=True)
@@ -167,10 +239,152 @@ def _reproduce(context: typer.Context) -> None:
 
     \b
     Example:
+      dpscale reproduce table1
+      dpscale reproduce table2 --presets mnist,fashion-mnist --budget-minutes 30 --out runs/paper
+      dpscale reproduce figures --presets mnist
+      dpscale reproduce all --out runs/paper
       dpscale reproduce theory --out runs/theory
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+
+
+PresetList = Annotated[str | None, typer.Option("--presets", help="Comma-separated names; default: the paper's five.")]
+Methods = Annotated[str | None, typer.Option(help="Comma-separated names; default: all, with controls.")]
+Seeds = Annotated[int | None, typer.Option(min=1, help="Seeds per method; default: 5, and 3 for the two large ones.")]
+Budget = Annotated[
+    float | None, typer.Option(min=0, help="Begin no run after so many minutes. The same command goes on later.")
+]
+PaperOut = Annotated[Path, typer.Option(help="Folder of records, tables and report.")]
+
+
+@reproduce.command()
+def table1(presets_: PresetList = None, as_json: Json = False) -> None:
+    """The paper's settings, and the noise multiplier that they come to. Trains nothing.
+
+    \b
+    Example:
+      dpscale reproduce table1
+    """
+    from rich.console import Console
+
+    from dpscale.lab import display, paper
+
+    found = paper.settings(_names(presets_))
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in found])
+    else:
+        Console(highlight=False).print(display.settings(found))
+
+
+@reproduce.command()
+def table2(
+    presets_: PresetList = None,
+    methods: Methods = None,
+    seeds: Seeds = None,
+    out: PaperOut = Path("runs/paper"),
+    budget_minutes: Budget = None,
+    epochs: Epochs = None,
+    data: Folder = None,
+    encoder: Encoder = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """The paper's table of accuracies: every method on every data set, beside what the paper has. Resumes.
+
+    \b
+    Example:
+      dpscale reproduce table2 --presets mnist --seeds 5 --out runs/paper
+      dpscale reproduce table2 --budget-minutes 60
+    """
+    _experiments(presets_, methods, seeds, out, budget_minutes, data, workers, as_json, epochs=epochs, encoder=encoder)
+
+
+@reproduce.command()
+def figures(
+    presets_: PresetList = None,
+    methods: Methods = "dp-sgd,auto-s,dp-psac,dp-psasc,dp-psasc-star",
+    seeds: Seeds = 1,
+    out: PaperOut = Path("runs/figures"),
+    budget_minutes: Budget = None,
+    epochs: Epochs = None,
+    data: Folder = None,
+    encoder: Encoder = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """The paper's pictures: gradient similarity, norms, mean weights. NOT PRIVATE: they look past the noise.
+
+    \b
+    Example:
+      dpscale reproduce figures --presets mnist --out runs/figures
+    """
+    _experiments(
+        presets_, methods, seeds, out, budget_minutes, data, workers, as_json,
+        epochs=epochs, encoder=encoder, diagnostics=True, tune=False,
+    )  # fmt: skip
+
+
+@reproduce.command(name="all")
+def all_(
+    presets_: PresetList = None,
+    methods: Methods = None,
+    seeds: Seeds = None,
+    out: PaperOut = Path("runs/paper"),
+    budget_minutes: Budget = None,
+    data: Folder = None,
+    workers: Workers = None,
+    as_json: Json = False,
+) -> None:
+    """Settings, accuracies and pictures in one go: table2 with diagnostics on. Resumes where it left off.
+
+    \b
+    Example:
+      dpscale reproduce all --budget-minutes 120 --out runs/paper
+    """
+    if not as_json:
+        table1(presets_)
+    _experiments(presets_, methods, seeds, out, budget_minutes, data, workers, as_json, diagnostics=True)
+
+
+def _experiments(
+    names: str | None, methods: str | None, seeds: int | None, out: Path, minutes: float | None, data: Path | None,
+    workers: int | None, as_json: bool, **changes: Any,
+) -> None:  # fmt: skip
+    _require_writable(out)
+    from rich.console import Console
+
+    from dpscale.lab import display, paper, presets, report
+    from dpscale.lab import figures as pictures
+
+    configs = [_config(name, None, data, **changes) for name in _names(names)]
+    with display.experiments_bar(quiet=as_json) as bar:
+        found = paper.experiments(
+            configs, presets.methods(methods), out, seeds=seeds, workers=workers,
+            budget=None if minutes is None else 60 * minutes, command=_command(), on_finished=bar,
+        )  # fmt: skip
+    path = report.write_all(out, found) if any(one.records for one in found) else None
+    if changes.get("diagnostics"):
+        for one in (one for one in found if one.records):
+            pictures.write(out / one.preset / "figures", pictures.pictures(one.records))
+    left = sum(one.left for one in found)
+    if as_json:
+        print_json({"experiments": paper.to_dict(found), "left": left, "report": path and str(path)})
+        return
+    Console(highlight=False).print(display.accuracies(found))
+    if left:
+        typer.echo(f"{left} runs are left: the budget is spent. The same command goes on with them.")
+    if path:
+        typer.echo(f"Report: {path}")
+
+
+def _names(names: str | None) -> list[str]:
+    from dpscale.lab import paper
+
+    wanted = [name.strip() for name in names.split(",")] if names else list(paper.PRESETS)
+    for name in wanted:
+        presets.preset(name)  # refuses unknown ones
+    return wanted
 
 
 @reproduce.command()
@@ -235,8 +449,15 @@ def _require_writable(folder: Path) -> None:
         raise ValueError(f"Cannot write to the folder {folder}: {error.strerror}. Choose another --out.") from error
 
 
-def _config(name: str, rate: float | None, **changes: Any) -> Config:
+def _config(name: str, rate: float | None, data: Path | None, **changes: Any) -> Config:
+    """The preset with what the command line changes; a momentum that is given is not searched."""
+    if data is not None:
+        os.environ["DPSCALE_DATA"] = str(data)  # for the processes of a comparison too
     config = presets.preset(name).replace(**changes)
+    if changes.get("gamma1") is not None:
+        config = config.replace(gamma1s=(config.gamma1,))
+    if changes.get("K0") is not None or changes.get("gamma0") is not None:
+        config = config.replace(inner=((config.K0, config.gamma0),))
     return config if rate is None else config.at_rate(rate)
 
 

@@ -1,32 +1,35 @@
-"""Every method at every seed, in two processes, from where the records left off.
+"""Every method at every seed, several runs at once, from where the records left off.
 
-The rates come first: each method is tried once at each rate of the same grid, on training data held out for that,
-and keeps the rate with the best accuracy there. The search is not counted in ε, as in the paper; every record and
-report says so. Then each method runs at each seed and is measured once, after the last epoch.
+The choices come first: each method has the same number of tries, over the same grid of rates and outer momenta, on
+training data held out for that, and keeps the try with the best accuracy there. The search is not counted in ε, as in
+the paper; every record and report says so. Then each method runs at each seed and is measured once, after the last
+epoch.
 """
 
 import contextlib
 import math
 import multiprocessing
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dpscale.checks import require
-from dpscale.lab import records
-from dpscale.lab.presets import METHODS, Config, Method, bound, searched
+from dpscale.lab import models, records, runner
+from dpscale.lab.presets import METHODS, Choice, Config, Method, searched
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
 from dpscale.lab.runner import Job, Progress, calibrate, run
 
 SEARCH_SEED = 1000  # apart from the seeds of the final runs, which count from 0
 NOT_COUNTED = (
-    "The learning rate was searched on held-out training data and that search is not counted in epsilon, "
+    "Rate and momentum were searched on held-out training data and that search is not counted in epsilon, "
     "as in the paper. It is harmless for public data such as these; on private data it would have to be paid for."
 )
 
@@ -40,101 +43,135 @@ class Finished:
     total: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """The final records in the order of tables, and how many runs a deadline left undone."""
+
+    records: list[Record]
+    left: int
+
+
 def compare(
     config: Config,
     methods: Sequence[Method],
     seeds: Sequence[int],
     out: Path,
     *,
-    workers: int = 2,
+    workers: int | None = None,
+    deadline: float | None = None,
     command: str = "",
     on_finished: Callable[[Finished], None] = lambda _: None,
-) -> list[Record]:
+) -> Compared:
     """Run what has no record yet, and return the final record of every method and seed.
 
     Args:
-        out: folder of the records; those of the search lie in ``out/search``.
-        workers: processes; 1 stays in this one.
+        out: folder of the records; those of the search lie in ``out/search``. What is packed in ``out.jsonl`` beside it
+            counts as done too.
+        workers: processes; 1 stays in this one. None: two on the CPU, on a GPU as many as fit.
+        deadline: by `time.monotonic`; no run is begun after it, and those under way are finished.
     """
     require(bool(methods) and bool(seeds), "compare", "methods", "given, with seeds", (methods, seeds))
-    sources = searched([method.name for method in methods])
-    tries = len(sources) * len(config.grid) if config.tune else 0
-    planned = _Batch(out=out, total=tries + len(methods) * len(seeds), on_finished=on_finished)
+    sources = [METHODS[name] for name in searched([method.name for method in methods])]
+    tries = sum(len(config.tries(source)) for source in sources) if config.tune else 0
+    total = tries + len(methods) * len(seeds)
+    workers = fitting(config) if workers is None else workers
+    planned = _Batch(out=out, total=total, on_finished=on_finished, workers=workers, deadline=deadline)
     with _pool(workers) as pool:
-        rates = dict(config.rates)
         found: dict[str, dict[str, Any]] = {}
         if config.tune:
-            rates, found = _search(config, sources, planned, pool, command)
+            chosen, found = _search(config, sources, planned, pool, command)
+        else:
+            chosen = {source.name: config.given(source) for source in sources}
         jobs = [
             Job(
                 config=config,
                 method=method.name,
                 seed=seed,
-                learning_rate=method.learning_rate(config, rates),
+                choice=chosen[method.follows or method.name],
                 noise_multiplier=0.0,
                 search=found.get(method.follows or method.name),
                 command=command,
             )
             for seed in seeds
             for method in methods
+            if (method.follows or method.name) in chosen
         ]
         done = planned.run(jobs, pool)
     order = {method.name: place for place, method in enumerate(methods)}
-    return sorted(done, key=lambda record: (order[record.method], record.seed))
+    done.sort(key=lambda record: (order[record.method], record.seed))
+    return Compared(records=done, left=total - planned.done)
+
+
+def fitting(config: Config) -> int:
+    """How many runs go side by side: two on the CPU; on a GPU, where small models leave it idle, what memory holds."""
+    if not torch.cuda.is_available():
+        return 2
+    each = models.memory(config.model, runner.shape(config), config.batch)
+    fit = int(torch.cuda.mem_get_info()[0] / 2**30 / each)
+    most = 2 if config.model.startswith("resnet9") else 14  # a large model fills the GPU by itself
+    return max(1, min(fit, most, (os.cpu_count() or 2) - 1))
 
 
 def _search(
-    config: Config, sources: Sequence[str], planned: "_Batch", pool: Executor | None, command: str
-) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """The best rate of every method, and for the records how it was found."""
+    config: Config, sources: Sequence[Method], planned: "_Batch", pool: Executor | None, command: str
+) -> tuple[dict[str, Choice], dict[str, dict[str, Any]]]:
+    """The best choice of every method whose tries are all done, and for the records how it was found."""
     jobs = [
         Job(
-            config=config,
-            method=name,
+            config=config.replace(diagnostics=False),  # which are of the final runs
+            method=source.name,
             seed=SEARCH_SEED,
-            learning_rate=rate / bound(METHODS[name], config),
+            choice=choice,
             noise_multiplier=0.0,
             role="search",
             command=command,
         )
-        for rate in config.grid
-        for name in sources
+        for source in sources
+        for choice in config.tries(source)
     ]
-    tried: dict[str, dict[float, Record]] = {name: {} for name in sources}
-    for record in planned.run(jobs, pool):
-        rate = min(config.grid, key=lambda rate: abs(rate - record.rate))  # the rate itself, before any rounding
-        tried[record.method][rate] = record
-    rates, found = {}, {}
-    for name, runs in tried.items():
+    done = {(record.method, Choice.of(record.choice)): record for record in planned.run(jobs, pool)}
+    chosen, found = {}, {}
+    for source in sources:
+        tries = config.tries(source)
+        if any((source.name, choice) not in done for choice in tries):
+            continue
+        runs = {choice: done[source.name, choice] for choice in tries}
         # Of equal accuracies the one with less loss: accuracy on a few hundred images is coarse.
-        rates[name] = max(runs, key=lambda rate: (runs[rate].accuracy, -_or_inf(runs[rate].loss)))
-        found[name] = {
+        best = max(tries, key=lambda choice: (runs[choice].accuracy, -_or_inf(runs[choice].loss)))
+        chosen[source.name] = best
+        found[source.name] = {
             "note": NOT_COUNTED,
             "held_out": config.held_out,
-            "searched_for": name,
-            "tries": [{"rate": rate, "accuracy": runs[rate].accuracy} for rate in config.grid],
-            "chosen": rates[name],
+            "searched_for": source.name,
+            "tries": [{"choice": choice.to_dict(), "accuracy": runs[choice].accuracy} for choice in tries],
+            "chosen": best.to_dict(),
         }
-    return rates, found
+    return chosen, found
 
 
 class _Batch:
     """Runs jobs that have no record yet and saves each record as it comes."""
 
-    def __init__(self, *, out: Path, total: int, on_finished: Callable[[Finished], None]) -> None:
+    def __init__(
+        self, *, out: Path, total: int, on_finished: Callable[[Finished], None], workers: int, deadline: float | None
+    ) -> None:
         self.out, self.total, self.on_finished = out, total, on_finished
+        self.workers, self.deadline = workers, deadline
         self.done = 0
         self.noise_multiplier: float | None = None
+        packed = out.parent / f"{out.name}.jsonl"
+        self.packed = {record.key: record for record in records.load(packed)} if packed.is_file() else {}
 
     def run(self, jobs: Sequence[Job], pool: Executor | None) -> list[Record]:
         found, missing = [], []
         for job in jobs:
             path = _file(self.out, job)
-            if path.exists():
-                self.done += 1
-                found.append(records.read(path))
-            else:
+            known = records.read(path) if path.exists() else self.packed.get(_key(job))
+            if known is None:
                 missing.append(job)
+            else:
+                self.done += 1
+                found.append(known)
         for record in self._execute(missing, pool):
             record.save(_folder(self.out, record.role))
             self.done += 1
@@ -145,17 +182,26 @@ class _Batch:
     def _execute(self, jobs: Sequence[Job], pool: Executor | None) -> Iterator[Record]:
         if self.noise_multiplier is None and any(METHODS[job.method].rule for job in jobs):
             self.noise_multiplier = calibrate(jobs[0].config)
-        ready = [_with_noise(job, self.noise_multiplier or 0.0) for job in jobs]
+        ready = (replace(job, noise_multiplier=self.noise_multiplier or 0.0) for job in jobs)
         if pool is None:
-            yield from map(run, ready)
+            yield from (run(job) for job in ready if self._in_time())
             return
-        futures: list[Future[Record]] = [pool.submit(run, job) for job in ready]
+        under_way: set[Future[Record]] = set()
         try:
-            for future in as_completed(futures):
-                yield future.result()
+            while True:
+                while len(under_way) < self.workers and self._in_time() and (job := next(ready, None)) is not None:
+                    under_way.add(pool.submit(run, job))
+                if not under_way:
+                    return
+                finished, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    yield future.result()
         finally:
-            for future in futures:
+            for future in under_way:
                 future.cancel()
+
+    def _in_time(self) -> bool:
+        return self.deadline is None or time.monotonic() < self.deadline
 
 
 def train(
@@ -169,12 +215,13 @@ def train(
 ) -> Record:
     """One run at the preset's rates, its record saved in ``out``; repeated only if there is no record yet."""
     config = config.replace(tune=False)
-    rate = method.learning_rate(config, config.rates)
-    job = Job(config=config, method=method.name, seed=seed, learning_rate=rate, noise_multiplier=0.0, command=command)
+    job = Job(
+        config=config, method=method.name, seed=seed, choice=config.given(method), noise_multiplier=0.0, command=command
+    )
     path = _file(out, job)
     if path.exists():
         return records.read(path)
-    record = run(_with_noise(job, calibrate(config) if method.rule else 0.0), on_progress)
+    record = run(replace(job, noise_multiplier=calibrate(config) if method.rule else 0.0), on_progress)
     record.save(out)
     return record
 
@@ -183,22 +230,22 @@ def _or_inf(loss: float | None) -> float:
     return math.inf if loss is None else loss
 
 
-def _with_noise(job: Job, noise_multiplier: float) -> Job:
-    return Job(**{**vars(job), "noise_multiplier": noise_multiplier})
-
-
 def _folder(out: Path, role: str) -> Path:
     return out / "search" if role == "search" else out
 
 
 def _file(out: Path, job: Job) -> Path:
-    asked = (job.config.to_dict(), job.role, job.method, job.seed, job.learning_rate)
-    key = records.key(*asked, installed_versions()["dpscale"])
-    return records.file(_folder(out, job.role), job.method, job.seed, key)
+    return records.file(_folder(out, job.role), job.method, job.seed, _key(job))
+
+
+def _key(job: Job) -> str:
+    asked = (job.config.to_dict(), job.role, job.method, job.seed, job.choice.to_dict())
+    return records.key(*asked, installed_versions()["dpscale"])
 
 
 def _start_worker() -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each would start as many as there are cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle, and to report once
 
 

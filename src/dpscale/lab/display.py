@@ -2,27 +2,98 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
-from rich import progress
+from rich import box, progress
 from rich.console import Console
 from rich.table import Table
 
 from dpscale.lab.compare import Finished
+from dpscale.lab.paper import Experiment, Setting
+from dpscale.lab.presets import Choice, preset
 from dpscale.lab.runner import Progress
-from dpscale.lab.summary import Row, percent
+from dpscale.lab.summary import Row, plural
 
 
 def table(title: str, rows: Sequence[Row]) -> Table:
     """The comparison as a table."""
-    shown = Table(title=title, title_justify="left")
-    for name in ("method", "test accuracy", "ε spent", "rate × bound", "s per run"):
-        shown.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    shown = _table(title, "method", "test accuracy", "ε spent", "rate, momentum", "s/run")
     for row in rows:
         spent = "—" if row.epsilon is None else f"{row.epsilon:.2f}"
-        accuracy = percent(row.accuracy, row.half_width)
-        shown.add_row(row.title, accuracy, spent, f"{row.rate:g}", f"{row.seconds:.1f}")
+        shown.add_row(row.title, row.shown, spent, Choice.of(row.choice).told(), f"{row.seconds:.1f}")
     return shown
+
+
+def settings(found: Sequence[Setting]) -> Table:
+    """The paper's settings as a table."""
+    title = "Settings, and the noise multiplier σ (noise std / bound) that they come to"
+    shown = _table(title, "preset", "N", "B, epochs", "r, C, s", "ε, δ", "σ PLD", "σ RDP")
+    for one in found:
+        shown.add_row(
+            one.preset, f"{one.samples:,}", f"{one.batch}, {one.epochs}",
+            f"{_short(one.r)}, {one.C:g}, {one.s:g}", f"{one.epsilon:g}, {_short(one.delta)}",
+            f"{one.noise_multiplier:.4f}", f"{one.noise_multiplier_rdp:.4f}",
+        )  # fmt: skip
+    shown.caption = "\n".join(
+        f"{one.preset}: a linear layer on frozen features of {encoder}"
+        for one in found
+        if (encoder := preset(one.preset).encoder)
+    )
+    return shown
+
+
+def accuracies(found: Sequence[Experiment]) -> Table:
+    """The accuracies of all experiments, a line per method, the paper's beside ours."""
+    title = "Test accuracy, 95% intervals over seeds"
+    shown = _table(title, "preset", "method", "ours", "paper", "to DP-PSASC", "seeds")
+    for one in found:
+        for place, row in enumerate(one.rows):
+            theirs = one.paper.get(row.method)
+            paper = "—" if theirs is None else f"{theirs:.2f}%"
+            name = "" if place else one.preset
+            shown.add_row(name, row.title, row.shown, paper, row.shown_difference, str(len(row.seeds)))
+        if not one.rows:
+            shown.add_row(one.preset, "—", "—", "—", "—", "0")
+        shown.add_section()
+    notes = [f"{one.preset}: a linear layer on frozen features of {one.encoder}" for one in found if one.encoder]
+    notes += [f"{one.preset}: unfinished, {plural(one.left, 'run')} left" for one in found if one.left]
+    shown.caption = "\n".join(notes)
+    return shown
+
+
+def _table(title: str, *names: str) -> Table:
+    """An empty table that fits into 80 columns: no lines but the one below its head."""
+    shown = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for name in names:
+        shown.add_column(name, justify="left" if name in ("preset", "method") else "right", no_wrap=True)
+    return shown
+
+
+def _short(value: float) -> str:
+    """1e-4 where Python writes 0.0001 or 1e-04."""
+    return f"{value:.0e}".replace("e-0", "e-") if value < 1e-2 else f"{value:g}"
+
+
+@contextmanager
+def experiments_bar(*, quiet: bool) -> Iterator[Callable[[str, Finished], None]]:
+    """`comparison_bar` over several experiments, each named as its turn comes."""
+    with ExitStack() as stack:
+        bars: dict[str, Callable[[Finished], None]] = {}
+
+        def show(name: str, now: Finished) -> None:
+            if name not in bars:
+                stack.close()
+                bars[name] = stack.enter_context(comparison_bar(name, quiet=quiet))
+            bars[name](now)
+
+        yield show
 
 
 @contextmanager
@@ -89,7 +160,7 @@ def _line(now: Finished) -> str:
     spent = "" if record.epsilon is None else f", epsilon {record.epsilon:.2f}"
     what = "search of rates, " if record.role == "search" else f"seed {record.seed}, "
     return (
-        f"[{now.done}/{now.total}] {record.method}: {what}rate {record.rate:g}, "
+        f"[{now.done}/{now.total}] {record.method}: {what}rate {Choice.of(record.choice).told()}, "
         f"accuracy {100 * record.accuracy:.1f}%{spent}, {record.seconds:.1f} s"
     ).replace("[", "\\[")
 

@@ -1,12 +1,15 @@
 """Pictures from records, and from nothing else.
 
 Each function returns a matplotlib figure; `svg` and `png` turn it into text or bytes. The SVG takes its ink, grid
-and series colours from CSS variables of the page, so one picture serves light, dark and print.
+and series colours from CSS variables of the page, so one picture serves light, dark and print. A picture that looks
+past the noise says so on itself, wherever it is shown.
 """
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -16,15 +19,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dpscale.lab import records as files
 from dpscale.lab.presets import METHODS
 from dpscale.lab.records import Record
 from dpscale.lab.summary import by_method, interval
 from dpscale.scaling import RULES
 
 # Stand-ins that `svg` replaces by CSS variables; they are also what `png` shows.
-INK, GRID = "#1c2026", "#d9dde3"
-SERIES = ("#6b7280", "#d55e00", "#b8860b", "#0072b2", "#009e73", "#8a5fbf", "#c2578e")
-_DASHES = ("-", "-", "-", "-", "-", (0, (5, 2)), (0, (1.5, 1.5)))
+INK, GRID, WARN = "#1c2026", "#d9dde3", "#b3261e"
+SERIES = ("#6b7280", "#d55e00", "#b8860b", "#0072b2", "#009e73", "#8a5fbf", "#c2578e", "#8c6d46")
+_DASHES = ("-", "-", "-", "-", "-", (0, (6, 1.5)), (0, (3, 2)), (0, (1.2, 1.2)))
+NOT_PRIVATE = "NOT PRIVATE: looks past the noise"
+BASELINES = ("dp-sgd", "auto-s", "dp-psac")
+"""What the paper sets its method against, a panel each."""
+OURS = ("dp-psasc", "dp-psasc-star")
+WEIGHED = ("dp-psac", *OURS)
+"""Methods whose mean weight is drawn; Auto-S is left out as in the paper: its weights are off the scale."""
+_BARS = 24  # of a histogram, about
 _STYLE: Any = {  # matplotlib types its keys one by one
     "svg.fonttype": "none",
     "font.size": 11.5,
@@ -46,10 +57,84 @@ _STYLE: Any = {  # matplotlib types its keys one by one
 }
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Picture:
+    """A figure with its name and caption; ``private`` is False if it shows data without noise."""
+
+    name: str
+    figure: Figure
+    caption: str
+    private: bool = True
+
+
+def pictures(records: Sequence[Record]) -> list[Picture]:
+    """Every picture that these records allow: those of the diagnostics only where they were recorded."""
+    return [*_plain(records), *_looking_past_the_noise(records)]
+
+
+def _plain(records: Sequence[Record]) -> Iterator[Picture]:
+    yield Picture(
+        name="accuracy",
+        figure=accuracy_curves(records),
+        caption="Test accuracy after every epoch; the band is the 95% interval over seeds. "
+        "No epoch or rate was chosen on it.",
+    )
+    if any(record.scaling for record in records):
+        yield Picture(
+            name="weights",
+            figure=scaling_weights(records),
+            caption="What each rule multiplies a sample's gradient by, against the norm of that gradient.",
+        )
+
+
+def _looking_past_the_noise(records: Sequence[Record]) -> Iterator[Picture]:
+    measured = {method: [r.diagnostics for r in group if r.diagnostics] for method, group in by_method(records).items()}
+    having = {
+        name: [method for method, found in measured.items() if any(d[name] for d in found)]
+        for name in ("norms", "similarity", "mean_weight")
+    }
+    if having["norms"]:
+        epochs = next(d["norms"]["epochs"] for d in measured[having["norms"][0]] if d["norms"])
+        yield Picture(
+            name="norms",
+            figure=norm_distribution(records),
+            caption=f"Per-sample gradient norms in epochs {epochs[0]} to {epochs[-1]}, all seeds together.",
+            private=False,
+        )
+    if any(name in having["similarity"] for name in OURS):
+        for baseline in (name for name in BASELINES if name in having["similarity"]):
+            yield Picture(
+                name=f"similarity-{baseline}",
+                figure=gradient_similarity(records, baseline),
+                caption=f"Gradient similarity against {METHODS[baseline].title}: cosine between the noisy gradient of "
+                "a step and the plain mean gradient of its batch, in the last epochs. A line marks each mean; 1 is no "
+                "difference in direction.",
+                private=False,
+            )
+    if any(name in having["mean_weight"] for name in WEIGHED):
+        yield Picture(
+            name="mean-weight",
+            figure=mean_weights(records),
+            caption="Mean scaling weight of the samples in each epoch. The rules' bounds differ, C and C/s, and the "
+            "noise grows with the bound: a larger weight alone is no clearer signal.",
+            private=False,
+        )
+
+
+def write(folder: Path, found: Sequence[Picture]) -> list[Path]:
+    """Each picture as ``NAME.png`` and ``NAME.svg`` in ``folder``."""
+    paths = []
+    for picture in found:
+        for suffix, content in (("png", png(picture.figure)), ("svg", svg_file(picture.figure, picture.name))):
+            paths.append(folder / f"{picture.name}.{suffix}")
+            files.write(paths[-1], content)
+    return paths
+
+
 def accuracy_curves(records: Sequence[Record]) -> Figure:
     """Test accuracy after every epoch: mean over seeds, and the band of its 95% interval."""
     figure, axes = _axes("epoch", "test accuracy (%)")
-    lowest_end = 100.0
+    lowest_end, highest = 100.0, 0.0
     for method, group in by_method(records).items():
         epochs = group[0].curves["epoch"]
         points = [
@@ -61,9 +146,10 @@ def accuracy_curves(records: Sequence[Record]) -> Figure:
         colour, dashes = _look(method)
         axes.plot(x, mean, color=colour, linestyle=dashes, label=group[0].title, marker="." if len(x) == 1 else "")
         axes.fill_between(x, mean - half, mean + half, color=colour, alpha=0.1, linewidth=0)
-        lowest_end = min(lowest_end, mean[-1])
+        lowest_end, highest = min(lowest_end, mean[-1]), max(highest, (mean + half).max())
     # The first epochs start near chance; what is to be compared happens at the end.
-    axes.set_ylim(max(0.0, lowest_end - 25), 100)
+    shown = float(np.clip(1.5 * (100 - lowest_end), 3, 25))
+    axes.set_ylim(max(0.0, lowest_end - shown), min(100.0, highest + shown / 8))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(figure, axes)
     return figure
@@ -86,16 +172,9 @@ def scaling_weights(records: Sequence[Record]) -> Figure:
 
 def norm_distribution(records: Sequence[Record]) -> Figure:
     """Share of per-sample gradient norms per decade in the last epochs, all seeds together."""
-    figure, axes = _axes("gradient norm x", "share of samples per decade")
+    figure, axes = _axes("gradient norm x", "share of samples per decade", private=False)
     for method, group in by_method(records).items():
-        counts: dict[float, int] = {}
-        width = 1.0
-        for record in group:
-            if record.diagnostics is None:
-                continue
-            width = record.diagnostics["bin_width"]
-            for centre, count in zip(record.diagnostics["log10_norm"], record.diagnostics["counts"], strict=True):
-                counts[centre] = counts.get(centre, 0) + count
+        counts, width = _counts(group, "norms", "log10_norm")
         if not counts:
             continue
         first, last = min(counts), max(counts)
@@ -111,12 +190,78 @@ def norm_distribution(records: Sequence[Record]) -> Figure:
     return figure
 
 
+def gradient_similarity(records: Sequence[Record], baseline: str) -> Figure:
+    """A panel of the paper's picture: cosines of a baseline against those of DP-PSASC and DP-PSASC*.
+
+    All seeds together. The panels of one experiment share their axes, whichever baseline they show.
+    """
+    figure, axes = _axes("cosine similarity", "share of steps (%)", private=False)
+    groups = by_method(records)
+    counts = {
+        method: found
+        for method in (*BASELINES, *OURS)
+        if (found := _counts(groups.get(method, []), "similarity", "cosine")[0])
+    }
+    width = next(_counts(groups[method], "similarity", "cosine")[1] for method in counts)
+    centres = [centre for found in counts.values() for centre in found]
+    # A bar is a whole number of the recorded bins: nothing is split.
+    bar = width * max(1, round((max(centres) - min(centres)) / width / _BARS))
+    low = np.floor((min(centres) - width / 2) / bar + 1e-9) * bar
+    edges = low + bar * np.arange(int(np.ceil((max(centres) + width / 2 - low) / bar - 1e-9)) + 1)
+    highest = 0.0
+    for method, found in counts.items():
+        weights = np.array(list(found.values()), dtype=float)
+        share = 100 * np.histogram(list(found), edges, weights=weights)[0] / weights.sum()
+        highest = max(highest, share.max())
+        if method not in (baseline, *OURS):
+            continue
+        colour, dashes = _look(method)
+        label = groups[method][0].title
+        axes.stairs(share, edges, color=colour, fill=True, alpha=0.15)
+        axes.stairs(share, edges, color=colour, linestyle=dashes, linewidth=1.5, label=label)
+        axes.axvline(float(np.average(list(found), weights=weights)), color=colour, linestyle=dashes, linewidth=1)
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0, 1.05 * highest)
+    _legend(figure, axes)
+    return figure
+
+
+def mean_weights(records: Sequence[Record]) -> Figure:
+    """Mean scaling weight per epoch of DP-PSAC, DP-PSASC and DP-PSASC*, over seeds."""
+    figure, axes = _axes("epoch", "mean scaling weight", private=False)
+    for method, group in by_method(records).items():
+        found = [r.diagnostics["mean_weight"] for r in group if r.diagnostics] if method in WEIGHED else []
+        columns = [[value for value in column if value is not None] for column in zip(*found, strict=True)]
+        points = [(epoch, *interval(values)) for epoch, values in enumerate(columns, start=1) if values]
+        if not points:
+            continue
+        x, mean, half = (np.array([point[k] or 0.0 for point in points]) for k in range(3))
+        colour, dashes = _look(method)
+        axes.plot(x, mean, color=colour, linestyle=dashes, label=group[0].title, marker="." if len(x) == 1 else "")
+        axes.fill_between(x, mean - half, mean + half, color=colour, alpha=0.1, linewidth=0)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(figure, axes)
+    return figure
+
+
+def _counts(group: Sequence[Record], name: str, centres: str) -> tuple[dict[float, int], float]:
+    """The histograms of several records added up, and the width of a bin."""
+    counts: dict[float, int] = {}
+    width = 1.0
+    for record in group:
+        found: Mapping[str, Any] | None = record.diagnostics and record.diagnostics[name]
+        if not found:
+            continue
+        width = found["bin_width"]
+        for centre, count in zip(found[centres], found["counts"], strict=True):
+            counts[centre] = counts.get(centre, 0) + count
+    return counts, width
+
+
 def svg(figure: Figure, name: str, description: str) -> str:
     """An ``<svg>`` element to put into a page, coloured by its CSS variables, with ids of its own."""
-    stream = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    text = stream.getvalue()
+    text = _svg(figure, name, transparent=True)
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
@@ -127,9 +272,22 @@ def svg(figure: Figure, name: str, description: str) -> str:
         text,
         count=1,
     )
-    for colour, variable in ((INK, "--ink"), (GRID, "--grid"), *((c, f"--series-{k}") for k, c in enumerate(SERIES))):
+    series = ((colour, f"--series-{k}") for k, colour in enumerate(SERIES))
+    for colour, variable in ((INK, "--ink"), (GRID, "--grid"), (WARN, "--warn"), *series):
         text = text.replace(colour, f"var({variable})")
     return text
+
+
+def svg_file(figure: Figure, name: str) -> str:
+    """A whole SVG file on white, for papers."""
+    return _svg(figure, name, facecolor="white")
+
+
+def _svg(figure: Figure, name: str, **options: Any) -> str:
+    stream = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None}, **options)
+    return stream.getvalue()
 
 
 def png(figure: Figure, dpi: int = 150) -> bytes:
@@ -139,12 +297,14 @@ def png(figure: Figure, dpi: int = 150) -> bytes:
     return stream.getvalue()
 
 
-def _axes(x: str, y: str) -> tuple[Figure, Axes]:
+def _axes(x: str, y: str, *, private: bool = True) -> tuple[Figure, Axes]:
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5.2, 4.2), layout="constrained")  # about a phone's width at the text size of a page
         axes = figure.subplots()
         axes.set_xlabel(x)
         axes.set_ylabel(y)
+        if not private:
+            axes.set_title(NOT_PRIVATE, loc="right", fontsize=10, color=WARN, fontweight="bold")
     return figure, axes
 
 

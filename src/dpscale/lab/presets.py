@@ -1,9 +1,11 @@
 """What an experiment is: a full configuration as a Python function, and the methods it compares.
 
 For every optimizer that is linear in the gradient, PSASC at (C, s, r) and learning rate η takes the same steps as
-a rule of bound 1 at learning rate ηC/s. So rates here are *normalized*, learning rate × bound, and every method is
-searched over one and the same grid of them. Two controls split what s does into its two parts, at PSASC's own
-learning rate η: PSAC at η/s changes the rate alone, PSAC with r/s (nearly) the stabiliser alone.
+a rule of bound 1 at learning rate ηC/s, and a heavy ball that keeps 1 - γ1 of itself goes 1/γ1 times as far. So rates
+here are *normalized*, learning rate × bound / γ1, and every method is searched over one and the same grid of them.
+(Under an optimizer like NAdam, which divides by the gradient's own size, the rate is the learning rate.) Two controls
+split what s does into its two parts, at PSASC's own learning rate η: PSAC at η/s changes the rate alone, PSAC with r/s
+(nearly) the stabiliser alone.
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ from typing import Any
 
 from dpscale.checks import require, require_count, require_positive, require_probability
 from dpscale.lab.data import DATA
+from dpscale.lab.encoders import ENCODERS
 from dpscale.lab.models import MODELS
 from dpscale.momentum import DiSK, HeavyBall, InnerOuter, Momentum, PerSampleEMA
 from dpscale.scaling import RULES, Scaling
@@ -27,18 +30,27 @@ class Config:
         data, model: names in `data.DATA` and `models.MODELS`.
         epsilon, delta: the privacy that every private method spends, no more and no less.
         batch, epochs: expected batch size and passes over the data (Poisson sampling).
+        train_size: take only the first so many training samples.
+        normalize: (a, b): a pixel x in [0, 1] becomes (x - a)/b. Published constants, not computed here.
+        encoder: name in `encoders.ENCODERS`: train on the features of that frozen encoder, each divided by its norm.
+        optimizer: name in `OPTIMIZERS`.
+        precision: "float32", without TF32, or "bf16": autocast, on CUDA alone.
         momentum: name in `momentum.MOMENTA`, or "none"; of every method that has none of its own.
         gamma1: outer momentum of every method, as in `HeavyBall`: the velocity keeps 1 - gamma1 of itself.
         K0, gamma0: inner momentum of the methods that have it, as in `InnerOuter`.
+        gamma1s, inner: what the search tries in their place: outer momenta, for every method, and pairs (K0, gamma0),
+            for those that have them. See `tries`.
         kappa, lookahead: of `DiSK`.
         gamma: of `PerSampleEMA`.
         sampling: "poisson", or "full-batch", with which one epoch is one step.
         C, r, s: constants of the scaling rules.
-        tune: search the rate on held-out training data; otherwise take it from ``rates``.
-        grid: normalized rates that the search tries, the same for every method, one run each.
+        tune: search rate and momentum on held-out training data; otherwise take the rate from ``rates``.
+        grid: normalized rates that the search tries, the same for every method.
         held_out: fraction of the training data that the search measures on.
         rates: normalized rate per method, for runs without a search.
-        last_epochs: gradient norms are recorded in so many epochs at the end.
+        diagnostics: record what the paper plots, in the last epochs: norms, weights and how close the noisy gradient is
+            to the true one. Taken from the data without noise, so not private: for public data alone.
+        last_epochs: diagnostics are taken in so many epochs at the end.
         note: what a reader of the report must be told about how these values were chosen.
     """
 
@@ -55,15 +67,23 @@ class Config:
     tune: bool
     grid: tuple[float, ...]
     held_out: float
+    train_size: int | None = None
+    normalize: tuple[float, float] = (0.0, 1.0)
+    encoder: str | None = None
+    optimizer: str = "sgd"
+    precision: str = "float32"
     momentum: str = "heavy-ball"
     gamma1: float = 0.1
     K0: int = 2
     gamma0: float = 0.5
+    gamma1s: tuple[float, ...] = ()
+    inner: tuple[tuple[int, float], ...] = ()
     kappa: float = 0.7
     lookahead: float = 0.5
     gamma: float = 0.5
     sampling: str = "poisson"
     rates: Mapping[str, float] = field(default_factory=dict)
+    diagnostics: bool = False
     last_epochs: int = 10
     note: str = ""
 
@@ -76,34 +96,107 @@ class Config:
             require_probability("Config", name, getattr(self, name))
         samplers = ("poisson", "full-batch")
         require(self.sampling in samplers, "Config", "sampling", f"one of {', '.join(samplers)}", self.sampling)
+        require(self.optimizer in OPTIMIZERS, "Config", "optimizer", f"one of {', '.join(OPTIMIZERS)}", self.optimizer)
+        precisions = ("float32", "bf16")
+        require(self.precision in precisions, "Config", "precision", f"one of {', '.join(precisions)}", self.precision)
+        if self.train_size is not None:
+            require_count("Config", "train_size", self.train_size)
         kinds = [*_MOMENTA, "none"]
         require(self.momentum in kinds, "Config", "momentum", f"one of {', '.join(kinds)}", self.momentum)
-        for make in _MOMENTA.values():
-            make(self)  # refuses bad constants, in its own words
+        tried = [Choice(rate=1.0), *(Choice(rate=1.0, gamma1=gamma1) for gamma1 in self.gamma1s)]
+        tried += [Choice(rate=1.0, K0=K0, gamma0=gamma0) for K0, gamma0 in self.inner]
+        for choice in tried:
+            for make in _MOMENTA.values():
+                make(self.constants(choice))  # refuses bad constants, in its own words
         require(bool(self.grid), "Config", "grid", "at least one rate", self.grid)
         for rate in (*self.grid, *self.rates.values()):
-            require_positive("Config", "rate", rate, action="It is learning rate × bound.")
+            require_positive("Config", "rate", rate, action="It is learning rate × bound / gamma1.")
         require(self.data in DATA, "Config", "data", f"one of {', '.join(DATA)}", self.data)
         require(self.model in MODELS, "Config", "model", f"one of {', '.join(MODELS)}", self.model)
+        names = (None, *ENCODERS)
+        require(self.encoder in names, "Config", "encoder", f"one of {', '.join(map(str, names))}", self.encoder)
 
     def replace(self, **changes: Any) -> "Config":
         """The same experiment with other values; a change that is None leaves the value as it is."""
         return dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
 
+    def constants(self, choice: "Choice | None" = None) -> dict[str, Any]:
+        """All values by name, with the momentum of ``choice`` in place of the configuration's."""
+        return {**vars(self), **({} if choice is None else choice.to_dict())}
+
     def at_rate(self, rate: float) -> "Config":
         """The same experiment without a search: every method at this normalized rate."""
         return self.replace(tune=False, rates={name: rate for name in searched(METHODS)})
 
+    def tries(self, method: "Method") -> "list[Choice]":
+        """What the search tries: each rate with each outer momentum, so many for every method.
+
+        A method with inner momentum has two more constants and no more tries: the pairs (K0, gamma0) take turns, one
+        further from rate to rate and from momentum to momentum.
+        """
+        gamma1s, inner = self.gamma1s or (self.gamma1,), self.inner or ((self.K0, self.gamma0),)
+        own = isinstance(method.momentum_of(self), InnerOuter)
+        made = []
+        for i, rate in enumerate(self.grid):
+            for j, gamma1 in enumerate(gamma1s):
+                K0, gamma0 = inner[(i + j) % len(inner)] if own else (None, None)
+                made.append(Choice(rate=rate, gamma1=gamma1, K0=K0, gamma0=gamma0))
+        return made
+
+    def given(self, method: "Method") -> "Choice":
+        """What a run without a search takes."""
+        source = METHODS[method.follows or method.name]
+        require(
+            source.name in self.rates,
+            "Config",
+            "rates",
+            f"a mapping that has {source.name!r}",
+            sorted(self.rates),
+            "Search the rate (tune=True) or pass one.",
+        )
+        own = isinstance(source.momentum_of(self), InnerOuter)
+        K0, gamma0 = (self.K0, self.gamma0) if own else (None, None)
+        return Choice(rate=self.rates[source.name], gamma1=self.gamma1, K0=K0, gamma0=gamma0)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they stand in a record."""
-        return {**dataclasses.asdict(self), "grid": list(self.grid), "rates": dict(self.rates)}
+        found = {**dataclasses.asdict(self), "rates": dict(self.rates), "inner": [list(pair) for pair in self.inner]}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
-_MOMENTA: dict[str, Callable[[Config], Momentum]] = {
-    "heavy-ball": lambda c: HeavyBall(gamma1=c.gamma1),
-    "inner-outer": lambda c: InnerOuter(K0=c.K0, gamma0=c.gamma0, gamma1=c.gamma1),
-    "disk": lambda c: DiSK(kappa=c.kappa, gamma=c.lookahead),
-    "per-sample-ema": lambda c: PerSampleEMA(gamma=c.gamma),
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a search chooses for a method: its normalized rate and its momentum, where None is the configuration's."""
+
+    rate: float
+    gamma1: float | None = None
+    K0: int | None = None
+    gamma0: float | None = None
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> "Choice":
+        """The choice in a record."""
+        return Choice(**values)
+
+    def to_dict(self) -> dict[str, float]:
+        """What was chosen, as plain values."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def told(self) -> str:
+        """In a few words, for tables."""
+        names = {"gamma1": "γ1", "K0": "K0", "gamma0": "γ0"}
+        rest = [f"{names[k]} {v:g}" for k, v in self.to_dict().items() if k != "rate"]
+        return ", ".join([f"{self.rate:g}", *rest])
+
+
+OPTIMIZERS = ("sgd", "nadam")
+"""Optimizers by name; all but SGD divide by the gradient's own size."""
+
+_MOMENTA: dict[str, Callable[[Mapping[str, Any]], Momentum]] = {
+    "heavy-ball": lambda c: HeavyBall(gamma1=c["gamma1"]),
+    "inner-outer": lambda c: InnerOuter(K0=c["K0"], gamma0=c["gamma0"], gamma1=c["gamma1"]),
+    "disk": lambda c: DiSK(kappa=c["kappa"], gamma=c["lookahead"]),
+    "per-sample-ema": lambda c: PerSampleEMA(gamma=c["gamma"]),
 }
 
 
@@ -127,10 +220,10 @@ class Method:
     over_s: str | None = None
     momentum: str | None = None
 
-    def momentum_of(self, config: Config) -> Momentum | None:
-        """Its own momentum or the configuration's, with the constants of ``config``."""
+    def momentum_of(self, config: Config, choice: Choice | None = None) -> Momentum | None:
+        """Its own momentum or the configuration's, with the constants of ``choice`` and ``config``."""
         kind = self.momentum or config.momentum
-        return None if kind == "none" else _MOMENTA[kind](config)
+        return None if kind == "none" else _MOMENTA[kind](config.constants(choice))
 
     def scaling(self, config: Config) -> Scaling | None:
         """The rule with the constants of ``config``."""
@@ -141,19 +234,18 @@ class Method:
         constants = {"C": config.C, "s": config.s, "r": r}
         return RULES[self.rule](**{name: constants[name] for name in constants if name in wanted})
 
-    def learning_rate(self, config: Config, rates: Mapping[str, float]) -> float:
-        """What SGD gets, from the normalized rates of the methods that were searched."""
+    def learning_rate(self, config: Config, choice: Choice) -> float:
+        """What the optimizer gets, from the normalized rate that was chosen for this method or the one it follows."""
         source = METHODS[self.follows or self.name]
-        require(
-            source.name in rates,
-            "Method.learning_rate",
-            "rates",
-            f"a mapping that has {source.name!r}",
-            sorted(rates),
-            "Search the rate (tune=True) or pass one.",
-        )
-        rate = rates[source.name] / bound(source, config)
+        rate = choice.rate if config.optimizer != "sgd" else choice.rate / _reach(source, config, choice)
         return rate / config.s if self.over_s == "lr" else rate
+
+
+def _reach(method: Method, config: Config, choice: Choice) -> float:
+    """bound/γ1: how far a step of learning rate 1 goes in the end, if all samples agree."""
+    kind = method.momentum or config.momentum
+    gamma1 = config.constants(choice)["gamma1"] if kind in ("heavy-ball", "inner-outer") else 1.0
+    return float(bound(method, config) / gamma1)
 
 
 def bound(method: Method, config: Config) -> float:
@@ -219,15 +311,15 @@ def digits() -> Config:
         r=1e-2,
         s=0.7,
         tune=True,
-        grid=(0.03, 0.06, 0.12, 0.25, 0.5),
+        grid=(0.3, 0.6, 1.2, 2.5, 5.0),
         held_out=0.2,
         rates={
-            "non-private": 0.12,
-            "dp-sgd": 0.12,
-            "auto-s": 0.12,
-            "dp-psac": 0.12,
-            "dp-psasc": 0.12,
-            "dp-psasc-star": 0.12,
+            "non-private": 1.2,
+            "dp-sgd": 1.2,
+            "auto-s": 1.2,
+            "dp-psac": 1.2,
+            "dp-psasc": 1.2,
+            "dp-psasc-star": 1.2,
         },
         note=(
             "The model, ε, the batch size, the number of epochs and the range of rates of this preset were settled "
@@ -237,7 +329,139 @@ def digits() -> Config:
     )
 
 
-PRESETS: dict[str, Callable[[], Config]] = {"digits": digits}
+def mnist() -> Config:
+    """The paper's first row: MNIST, its CNN of four convolutions and one linear layer."""
+    return Config(
+        preset="mnist",
+        data="mnist",
+        model="normed_cnn",
+        normalize=(0.1307, 0.3081),
+        epsilon=3.0,
+        delta=1e-5,
+        batch=512,
+        epochs=20,
+        C=0.3,
+        r=1e-4,
+        s=0.9,
+        **_SEARCH,
+        rates=_rates(0.7),
+    )
+
+
+def fashion_mnist() -> Config:
+    """The paper's second row: FashionMNIST, the first 40,000 images; ``--train-size 60000`` takes all."""
+    return Config(
+        preset="fashion-mnist",
+        data="fashion-mnist",
+        train_size=40_000,
+        model="normed_cnn",
+        normalize=(0.2860, 0.3530),
+        epsilon=9.0,
+        delta=1e-5,
+        batch=512,
+        epochs=60,
+        C=0.25,
+        r=1e-3,
+        s=0.55,
+        **_SEARCH,
+        rates=_rates(0.7),
+        note="The paper trains on 40,000 of the 60,000 images and does not say which; here they are the first.",
+    )
+
+
+def cifar10_simclr() -> Config:
+    """The paper's third row: a linear layer on frozen public features of CIFAR-10.
+
+    The paper's encoder is SimCLRv2's ResNet-50 2× SK, whose weights are in no registry; ``--encoder
+    simclrv2-r50-2x-sk1`` takes it. Unless told, it is a ResNet-50 trained on ImageNet.
+    """
+    return Config(
+        preset="cifar10-simclr",
+        data="cifar10",
+        encoder="resnet50-imagenet",
+        model="probe",
+        epsilon=2.0,
+        delta=1e-5,
+        batch=1024,
+        epochs=40,
+        C=0.1,
+        r=1e-4,
+        s=0.8,
+        **{**_SEARCH, "grid": (4.0, 8.0, 16.0, 32.0)},
+        rates=_rates(16.0),
+        note="The encoder is named in each record. Another encoder gives other features: compare methods, not papers.",
+    )
+
+
+def celeba_male() -> Config:
+    """The paper's fourth row: CelebA at 64×64, the attribute Male, ResNet9."""
+    return Config(
+        preset="celeba-male",
+        data="celeba-male",
+        model="resnet9",
+        normalize=(0.5, 0.5),
+        epsilon=8.0,
+        delta=5e-6,
+        batch=512,
+        epochs=10,
+        C=0.2,
+        r=1e-4,
+        s=0.45,
+        **_LARGE,
+        rates=_rates(1e-3),
+    )
+
+
+def imagenette() -> Config:
+    """The paper's fifth row: Imagenette at 160×160, ResNet9."""
+    return Config(
+        preset="imagenette",
+        data="imagenette",
+        model="resnet9",
+        normalize=(0.5, 0.5),
+        epsilon=8.0,
+        delta=1e-4,
+        batch=256,
+        epochs=50,
+        C=0.2,
+        r=0.01,
+        s=0.8,
+        **_LARGE,
+        rates=_rates(1e-3),
+    )
+
+
+_SEARCH: dict[str, Any] = {
+    "tune": True,
+    "grid": (0.35, 0.7, 1.4),
+    "gamma1s": (0.1, 0.3),
+    "inner": ((1, 0.5), (2, 0.5), (1, 0.9), (2, 0.9)),
+    "held_out": 0.1,
+}
+_LARGE: dict[str, Any] = {
+    "optimizer": "nadam",
+    "precision": "bf16",
+    "tune": True,
+    "grid": (2.5e-4, 5e-4, 1e-3, 2e-3),
+    "gamma1": 1.0,  # NAdam has a momentum of its own
+    "K0": 1,
+    "inner": ((1, 0.5), (1, 0.9)),
+    "held_out": 0.1,
+}
+
+
+def _rates(rate: float) -> dict[str, float]:
+    return {name: rate for name in searched(METHODS)}
+
+
+PRESETS: dict[str, Callable[[], Config]] = {
+    "digits": digits,
+    "mnist": mnist,
+    "fashion-mnist": fashion_mnist,
+    "cifar10-simclr": cifar10_simclr,
+    "celeba-male": celeba_male,
+    "imagenette": imagenette,
+}
 """Every preset by name."""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dpscale.lab.provenance import installed_versions, source_commit
 
-FORMAT = 1
+FORMAT = 2
 """Version of the record's layout."""
 
 
@@ -28,10 +28,12 @@ class Record:
 
     Args:
         role: ``"final"``, measured on the test data; ``"search"``, measured on held-out training data.
-        rate, learning_rate: the normalized rate (learning rate × bound), and what SGD got.
-        curves: per epoch: ``epoch``, ``train_loss``, ``accuracy``, ``mean_weight``.
+        choice, learning_rate: the normalized rate and the momentum, as in `presets.Choice`, and what the optimizer got.
+        curves: per epoch: ``epoch``, ``train_loss``, ``accuracy``.
         accuracy, loss: at the end of the last epoch, which is fixed beforehand; no loss if it is not finite.
-        search: how the rate was found, and what that leaves out of epsilon; None if it was given.
+        seconds, cold_seconds: of training with an evaluation per epoch, and of what came before the first step.
+        data: how many samples, and where they come from.
+        search: how the choice was found, and what that leaves out of epsilon; None if it was given.
     """
 
     config: Mapping[str, Any]
@@ -40,8 +42,8 @@ class Record:
     about: str
     role: str
     seed: int
+    choice: Mapping[str, float]
     scaling: Mapping[str, Any] | None
-    rate: float
     learning_rate: float
     epsilon: float | None
     delta: float | None
@@ -52,6 +54,8 @@ class Record:
     accuracy: float
     loss: float | None
     seconds: float
+    cold_seconds: float
+    data: Mapping[str, Any]
     diagnostics: Mapping[str, Any] | None = None
     search: Mapping[str, Any] | None = None
     command: str = ""
@@ -63,7 +67,12 @@ class Record:
     @property
     def key(self) -> str:
         """A short name for what was asked for: two runs with one key would do the same."""
-        return key(self.config, self.role, self.method, self.seed, self.learning_rate, self.versions["dpscale"])
+        return key(self.config, self.role, self.method, self.seed, self.choice, self.versions["dpscale"])
+
+    @property
+    def rate(self) -> float:
+        """The normalized rate."""
+        return self.choice["rate"]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -76,10 +85,18 @@ class Record:
         return path
 
 
-def key(config: Mapping[str, Any], role: str, method: str, seed: int, learning_rate: float, version: str) -> str:
+def key(config: Mapping[str, Any], role: str, method: str, seed: int, choice: Mapping[str, float], version: str) -> str:
     """Twelve hexadecimal digits that stand for what a run is asked to do."""
-    asked = [FORMAT, dict(config), role, method, seed, learning_rate, version]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+    wanted = [FORMAT, asked(config, role), role, method, seed, dict(choice), version]
+    return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def asked(config: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """What of a configuration a run depends on: its choice is named apart, so how it was searched does not matter."""
+    wanted = dict(config)
+    for name in ("tune", "grid", "gamma1s", "inner", "rates", "note", *(() if role == "search" else ("held_out",))):
+        wanted.pop(name, None)
+    return wanted
 
 
 def file(folder: Path, method: str, seed: int, key: str) -> Path:
@@ -87,13 +104,13 @@ def file(folder: Path, method: str, seed: int, key: str) -> Path:
     return folder / f"{method}-seed{seed}-{key}.json"
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all: under another name first, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -103,23 +120,53 @@ def write(path: Path, text: str) -> None:
 
 def read(path: Path) -> Record:
     """The record in a file; a ``ValueError`` that names the file if it is none."""
+    return _record(path.read_bytes(), f"The file {path}", "run the same command again: only it is repeated")
+
+
+def load(source: Path) -> list[Record]:
+    """Every record in a folder, in the order of file names, or in one packed file; a ``ValueError`` if there is none.
+
+    A folder's own records are its ``*.json``, one each, and its ``*.jsonl``, packed; those of a search lie in its
+    folder ``search``, or packed with the others.
+    """
+    if source.suffix == ".jsonl" and source.is_file():
+        found = _unpacked(source)
+    elif source.is_dir():
+        found = [read(path) for path in sorted(source.glob("*.json"))]
+        found += [record for path in sorted(source.glob("*.jsonl")) for record in _unpacked(path)]
+    else:
+        raise ValueError(f"There is no folder {source}. Run 'dpscale compare digits --out {source}' first.")
+    if not found:
+        kind = "folder" if source.is_dir() else "file"
+        raise ValueError(f"The {kind} {source} has no records. Run 'dpscale compare digits --out {source}' first.")
+    return found
+
+
+def pack(folder: Path, path: Path) -> int:
+    """Write the records of ``folder``, its search included, into one file, a line each; return how many."""
+    found = load(folder)
+    if (folder / "search").is_dir():
+        found += load(folder / "search")
+    lines = (json.dumps(r.to_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":")) for r in found)
+    write(path, "".join(f"{line}\n" for line in lines))
+    return len(found)
+
+
+def _unpacked(path: Path) -> list[Record]:
+    return [
+        _record(line, f"Line {number} of {path}", "pack the records again")
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1)
+    ]
+
+
+def _record(text: bytes, name: str, action: str) -> Record:
     problem = "is not JSON (cut short, perhaps)"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(text.decode())
         known = {f.name for f in dataclasses.fields(Record)}
         if isinstance(found, dict) and found.get("format") == FORMAT and set(found) == known:
             return Record(**found)
         problem = f"is not a record of format {FORMAT}"
     except (UnicodeDecodeError, json.JSONDecodeError):
         pass
-    raise ValueError(f"The file {path} {problem}. Delete it and run the same command again: only it is repeated.")
-
-
-def load(folder: Path) -> list[Record]:
-    """Every record in a folder, in the order of file names; a ``ValueError`` if there is none."""
-    if not folder.is_dir():
-        raise ValueError(f"There is no folder {folder}. Run 'dpscale compare digits --out {folder}' first.")
-    found = [read(path) for path in sorted(folder.glob("*.json"))]
-    if not found:
-        raise ValueError(f"The folder {folder} has no records. Run 'dpscale compare digits --out {folder}' first.")
-    return found
+    raise ValueError(f"{name} {problem}. Delete it and {action}.")

@@ -1,38 +1,57 @@
-"""The report: one HTML file that stands by itself, from records alone. It reads on a phone, in the dark, in print."""
+"""The report: one HTML file that stands by itself, from records alone. It reads on a phone, in the dark, in print.
+
+An experiment is a section. A page of one experiment is that section under its title; a page of several begins with one
+table of all accuracies, the paper's beside ours, and with what can be said of each experiment.
+"""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dpscale.lab import figures, records, summary
+from dpscale.lab import figures, paper, records, summary
+from dpscale.lab.paper import Experiment
+from dpscale.lab.presets import METHODS, Choice
 from dpscale.lab.records import Record
-from dpscale.lab.summary import Row
+from dpscale.lab.summary import Row, plural
 
 NAME = "report.html"
+NOT_FINISHED = "No final run is finished yet."
+HOW_TO_DIAGNOSE = (
+    "Gradient norms, mean weights and gradient similarity were not recorded. They look past the noise, so they are not "
+    "private; on public data, --diagnostics records them."
+)
 
 
 def write(folder: Path, like: Record | None = None) -> tuple[Path, list[Row]]:
-    """Make ``folder/report.html`` from the records in ``folder``; return its path and the rows of its table.
+    """Make ``folder/report.html`` from one experiment's records in ``folder``; return its path and its table's rows.
 
     Of several settings in one folder, those of ``like`` are shown, or else the newest.
     """
-    chosen, left_out = summary.select(records.load(folder), like)
-    rows = summary.summarize(chosen)
+    (one,) = paper.load(folder, like)
     path = folder / NAME
-    records.write(path, page(chosen, rows, left_out))
-    return path, rows
+    records.write(path, page([one]))
+    return path, one.rows
 
 
-def page(chosen: Sequence[Record], rows: Sequence[Row], left_out: int = 0) -> str:
+def write_all(folder: Path, found: Sequence[Experiment]) -> Path:
+    """Make ``folder/report.html`` of several experiments, and one of each in its own folder, where it has one."""
+    for one in found:
+        if one.records and (folder / one.preset).is_dir():
+            records.write(folder / one.preset / NAME, page([one]))
+    path = folder / NAME
+    records.write(path, page(found))
+    return path
+
+
+def page(found: Sequence[Experiment]) -> str:
     """The whole page as text."""
-    first = chosen[0]
-    config = first.config
-    title = f"Private training on {config['preset']}"
-    budget = f"ε = {config['epsilon']:g}, δ = {config['delta']:g}"
     style = resources.files("dpscale.lab").joinpath("report.css").read_text(encoding="utf-8")
+    alone = len(found) == 1 and bool(found[0].rows)
+    title = f"Private training on {found[0].preset}" if alone else _title(found)
+    body = _alone(found[0]) if alone else _several(found)
     return "\n".join(
         (
             "<!DOCTYPE html>",
@@ -41,48 +60,162 @@ def page(chosen: Sequence[Record], rows: Sequence[Row], left_out: int = 0) -> st
             f"<title>{escape(title)}</title>",
             f"<style>{style}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
-            f'<p class="soft">{len(rows)} methods, {_seeds(rows)}, {escape(budget)}, '
-            f"{config['epochs']} epochs, expected batch {config['batch']}.</p>",
-            f'<p class="verdict">{escape(summary.verdict(rows))}</p>',
-            *_table(rows, config.get("note", "")),
-            *_pictures(chosen),
-            *_privacy(rows),
-            *_search(chosen),
-            *_facts(chosen, left_out),
+            *body,
             "</body></html>\n",
         )
     )
 
 
-def _seeds(rows: Sequence[Row]) -> str:
-    counts = sorted({len(row.seeds) for row in rows})
-    return f"{'–'.join(map(str, counts))} {'seed' if counts == [1] else 'seeds'} each"
+def _title(found: Sequence[Experiment]) -> str:
+    return "The paper's experiments, run anew" if all(one.paper for one in found) else "Private training, compared"
 
 
-def _table(rows: Sequence[Row], note: str) -> Iterable[str]:
-    yield "<h2>Accuracy</h2>"
-    yield '<div class="scroll"><table><thead><tr><th scope="col">method</th><th scope="col">test accuracy</th>'
-    yield '<th scope="col">ε spent</th><th scope="col" class="wide">σ</th>'
-    yield '<th scope="col" class="wide">rate × bound</th>'
-    yield '<th scope="col" class="wide">against DP-PSASC,<br>seed by seed</th>'
-    yield '<th scope="col">seconds<br>per run</th></tr></thead><tbody>'
-    for row in rows:
-        spent = "—" if row.epsilon is None else f"{row.epsilon:.2f}"
-        sigma = "—" if row.noise_multiplier is None else f"{row.noise_multiplier:.3f}"
-        yield f'<tr><th scope="row">{escape(row.title)}</th><td>{summary.percent(row.accuracy, row.half_width)}</td>'
-        yield f'<td>{spent}</td><td class="wide">{sigma}</td><td class="wide">{row.rate:g}</td>'
-        yield f'<td class="wide">{summary.signed(row.difference, row.difference_half_width)}</td>'
-        yield f"<td>{row.seconds:.1f}</td></tr>"
+def _alone(one: Experiment) -> Iterable[str]:
+    yield f'<p class="soft">{escape(settings(one))}</p>'
+    yield from _unfinished(one)
+    yield f'<p class="verdict">{escape(verdict(one))}</p>'
+    yield from _section(one, one.preset, 2)
+
+
+def _several(found: Sequence[Experiment]) -> Iterable[str]:
+    runs = sum(len(one.records) for one in found)
+    yield f'<p class="soft">{len(found)} experiments, {runs} runs. Test accuracy in percent, after the last epoch.</p>'
+    yield from _overview(found)
+    yield '<h2>Which methods differ</h2><dl class="verdicts">'
+    for one in found:
+        yield f"<dt>{escape(one.preset)}</dt><dd>{escape(verdict(one))}</dd>"
+    yield "</dl>"
+    for one in (one for one in found if one.rows):
+        yield f'<section id="{escape(one.preset)}"><h2 class="experiment">{escape(one.preset)}</h2>'
+        yield f'<p class="soft">{escape(settings(one))}</p>'
+        yield from _unfinished(one)
+        yield from _section(one, one.preset, 3)
+        yield "</section>"
+
+
+def verdict(one: Experiment) -> str:
+    """What can be said of an experiment: which methods differ, and whether they were tuned alike."""
+    if not one.rows:
+        return NOT_FINISHED
+    tuned = all(record.search for record in one.records)
+    return ("" if tuned else "Rates were given, not searched. ") + summary.verdict(one.rows)
+
+
+def _overview(found: Sequence[Experiment]) -> Iterable[str]:
+    titles = {row.method: row.title for one in found for row in one.rows}
+    order = list(dict.fromkeys(name for name in (*METHODS, *titles) if name in titles))
+    yield '<div class="scroll"><table class="cards overview"><thead><tr><th scope="col">experiment</th>'
+    yield "".join(f'<th scope="col">{escape(titles[name])}</th>' for name in order) + "</tr></thead><tbody>"
+    for one in found:
+        rows = {row.method: row for row in one.rows}
+        most = max((len(row.seeds) for row in one.rows), default=0)
+        yield f'<tr><th scope="row">{_about(one, most)}</th>'
+        for name in order:
+            yield _accuracy_cell(titles[name], rows.get(name), one.paper.get(name), most)
+        yield "</tr>"
+    yield "</tbody></table></div>"
+    yield (
+        "<p class=\"note\">Mean over seeds and its 95% interval (Student's t); below it the paper's figure, where it "
+        "has one. The paper gives no intervals, no learning rates, no momenta. Where they were searched "
+        "here, every method had the same number of tries. The number of seeds stands with the experiment, or with a "
+        "method that has fewer.</p>"
+    )
+
+
+def _about(one: Experiment, seeds: int) -> str:
+    name = escape(one.preset)
+    told = [f'<a href="#{name}">{name}</a>' if one.rows else name]
+    if one.records:
+        config = one.records[0].config
+        told.append(f"<small>ε {config['epsilon']:g}, δ {config['delta']:g}</small>")
+        told.append(f"<small>{plural(seeds, 'seed')}</small>")
+    if one.encoder:
+        told.append(f"<small>features of {escape(one.encoder)}</small>")
+    if one.left:
+        told.append(f'<small class="warn">{plural(one.left, "run")} left</small>')
+    elif not one.rows:
+        told.append('<small class="warn">not finished</small>')
+    return "<br>".join(told)
+
+
+def _accuracy_cell(title: str, row: Row | None, theirs: float | None, most: int) -> str:
+    label = f'<td data-label="{escape(title)}">'
+    below = [] if theirs is None else [f"paper {theirs:.2f}"]
+    if row is None:
+        ours = '<span class="soft">—</span>'
+    else:
+        mean, _, half = row.shown.replace("%", "").partition(" ± ")
+        ours = f"<b>{mean}</b>" + (f" <span>± {half}</span>" if half else "")
+        if len(row.seeds) < most:
+            below.append(plural(len(row.seeds), "seed"))
+    return label + f"<div>{ours}" + "".join(f"<br><small>{line}</small>" for line in below) + "</div></td>"
+
+
+def settings(one: Experiment) -> str:
+    """An experiment in one sentence."""
+    config = one.records[0].config
+    counts = sorted({len(row.seeds) for row in one.rows})
+    span = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    seeds = f"{span} {'seed' if counts == [1] else 'seeds'} each"
+    what = f"{config['model']}" + (f" on frozen features of {one.encoder}" if one.encoder else "")
+    samples = one.records[0].data["train"]
+    return (
+        f"{plural(len(one.rows), 'method')}, {seeds}, ε = {config['epsilon']:g}, δ = {config['delta']:g}; {what}, "
+        f"{samples:,} training samples, {plural(config['epochs'], 'epoch')}, expected batch {config['batch']}."
+    )
+
+
+def _unfinished(one: Experiment) -> Iterable[str]:
+    if one.left:
+        yield f'<p class="warn">Unfinished: {plural(one.left, "run")} left. The same command goes on with them.</p>'
+
+
+def _section(one: Experiment, name: str, level: int) -> Iterable[str]:
+    """All that there is about an experiment, under headings of ``level``; ids in it begin with ``name``."""
+    parts = {
+        "Accuracy": _table(one),
+        "Pictures": _pictures(one.records, name),
+        "What is private, and how far": _privacy(one.rows),
+        "Rates and momenta": _search(one.records),
+        "To repeat this": _facts(one.records, one.left_out),
+    }
+    for title, lines in parts.items():
+        yield f"<h{level}>{title}</h{level}>"
+        yield from lines
+
+
+def _table(one: Experiment) -> Iterable[str]:
+    against = "against DP-PSASC"
+    heads = ["test accuracy", "paper", against, "ε spent", "σ", "rate, momentum", "seconds per run"]
+    if not one.paper:
+        heads.remove("paper")
+    yield '<div class="scroll"><table class="cards"><thead><tr>'
+    yield "".join(f'<th scope="col">{head}</th>' for head in ("method", *heads)) + "</tr></thead><tbody>"
+    for row in one.rows:
+        theirs = one.paper.get(row.method)
+        cells = {
+            "test accuracy": row.shown,
+            "paper": "—" if theirs is None else f"{theirs:.2f}%",
+            against: row.shown_difference,
+            "ε spent": "—" if row.epsilon is None else f"{row.epsilon:.2f}",
+            "σ": "—" if row.noise_multiplier is None else f"{row.noise_multiplier:.3f}",
+            "rate, momentum": escape(Choice.of(row.choice).told()),
+            "seconds per run": f"{row.seconds:.1f}",
+        }
+        yield f'<tr><th scope="row">{escape(row.title)}</th>'
+        yield "".join(f'<td data-label="{head}">{cells[head]}</td>' for head in heads) + "</tr>"
     yield "</tbody></table></div>"
     yield (
         '<p class="note">Mean over seeds and 95% interval (Student\'s t), measured once, after the last epoch. '
         "The interval covers initialisation, batches and noise; it does not cover the choice of test images. "
-        "Methods share their outer momentum and the number of rates tried. Runs of one seed share initialisation, "
-        "batches and noise, so a difference seed by seed has a narrower interval than either mean.</p>"
+        "Runs of one seed share initialisation, batches and noise: the difference to DP-PSASC is taken seed by seed, "
+        "and its interval is narrower than that of either mean. Seconds are those of training with an evaluation per "
+        "epoch, without the cold start.</p>"
     )
+    note = one.records[0].config.get("note", "")
     if note:
         yield f'<p class="note">{escape(note)}</p>'
-    controls = [row for row in rows if row.about.startswith("Control")]
+    controls = [row for row in one.rows if row.about.startswith("Control")]
     if controls:
         told = " ".join(f"<b>{escape(row.title)}</b>: {escape(row.about)}" for row in controls)
         yield (
@@ -91,32 +224,16 @@ def _table(rows: Sequence[Row], note: str) -> Iterable[str]:
         )
 
 
-def _pictures(chosen: Sequence[Record]) -> Iterable[str]:
-    last: list[int] = next((r.diagnostics["epochs"] for r in chosen if r.diagnostics), [])
-    span = f"epochs {last[0]} to {last[-1]}" if last else "no epoch"
-    pictures = (
-        (
-            "accuracy",
-            figures.accuracy_curves(chosen),
-            "Test accuracy after every epoch; the band is the 95% interval over seeds. "
-            "No epoch or rate was chosen on it.",
-        ),
-        (
-            "weights",
-            figures.scaling_weights(chosen),
-            "What each rule multiplies a sample's gradient by, against the norm of that gradient.",
-        ),
-        (
-            "norms",
-            figures.norm_distribution(chosen),
-            f"Per-sample gradient norms in {span}. Measured without noise, so not private: public data only.",
-        ),
-    )
-    yield '<h2>Pictures</h2><div class="pictures">'
-    for name, figure, caption in pictures:
-        picture = figures.svg(figure, name, escape(caption, quote=True))
-        yield f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
+def _pictures(chosen: Sequence[Record], name: str) -> Iterable[str]:
+    found = figures.pictures(chosen)
+    yield '<div class="pictures">'
+    for one in found:
+        picture = figures.svg(one.figure, f"{name}-{one.name}", escape(one.caption, quote=True))
+        mark = "" if one.private else ' <b class="warn">Not private: measured without noise, on public data.</b>'
+        yield f"<figure>{picture}<figcaption>{escape(one.caption)}{mark}</figcaption></figure>"
     yield "</div>"
+    if all(one.private for one in found):
+        yield f'<p class="note">{HOW_TO_DIAGNOSE}</p>'
 
 
 def _privacy(rows: Sequence[Row]) -> Iterable[str]:
@@ -124,7 +241,7 @@ def _privacy(rows: Sequence[Row]) -> Iterable[str]:
     private = [lines[row.method] for row in rows if row.epsilon is not None]
     # What all private methods have in common is said once; each method keeps the lines that are its own.
     common = [line for line in private[0] if all(line in other for other in private)] if len(private) > 1 else []
-    yield '<h2>What is private, and how far</h2><dl class="privacy">'
+    yield '<dl class="privacy">'
     if common:
         yield f"<dt>All {len(private)} private methods</dt><dd>{escape(chr(10).join(common))}</dd>"
     for row in rows:
@@ -134,35 +251,38 @@ def _privacy(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def _search(chosen: Sequence[Record]) -> Iterable[str]:
-    found = {r.search["searched_for"]: (r.title, r.search) for r in reversed(chosen) if r.search}
-    yield "<h2>Learning rates</h2>"
+    found = {r.search["searched_for"]: r.search for r in chosen if r.search}
     if not found:
         yield "<p>The rates were given, not searched in this run. A search on private data is not counted in ε.</p>"
         return
-    first = next(iter(found.values()))[1]
+    first = next(iter(found.values()))
     yield f"<p>{escape(first['note'])}</p>"
     yield (
-        f"<p>Accuracy on {100 * first['held_out']:g}% of the training data, one run per rate. "
-        "Rates are learning rate × bound, so that rules of different bounds are treated alike; "
-        "the rate chosen is marked.</p>"
+        f"<p>Accuracy on {100 * first['held_out']:g}% of the training data, one run per try, the same number of tries "
+        "for every method. Rates are learning rate × bound / γ1, so that rules of different bounds and momenta of "
+        "different length are treated alike; the choice made is marked.</p>"
     )
-    head = "".join(f'<th scope="col">{t["rate"]:g}</th>' for t in first["tries"])
-    yield f'<div class="scroll"><table><thead><tr><th scope="col">method</th>{head}</tr></thead><tbody>'
-    for title, search in reversed(found.values()):
-        cells = "".join(
-            f"<td>{'<b>' if t['rate'] == search['chosen'] else ''}{100 * t['accuracy']:.1f}"
-            f"{' ✓</b>' if t['rate'] == search['chosen'] else ''}</td>"
-            for t in search["tries"]
-        )
-        yield f'<tr><th scope="row">{escape(title)}</th>{cells}</tr>'
-    yield "</tbody></table></div>"
+    yield '<dl class="tries">'
+    for method, search in found.items():
+        title = METHODS[method].title if method in METHODS else method
+        tries = "".join(_try(t, t["choice"] == search["chosen"]) for t in search["tries"])
+        yield f"<dt>{escape(title)}</dt><dd>{tries}</dd>"
+    yield "</dl>"
+
+
+def _try(tried: Mapping[str, Any], chosen: bool) -> str:
+    shown = f"{100 * tried['accuracy']:.1f}"
+    shown = f"<b>{shown} ✓</b>" if chosen else shown
+    mark = ' class="chosen"' if chosen else ""
+    return f"<span{mark}>{shown}<small>{escape(Choice.of(tried['choice']).told())}</small></span>"
 
 
 def _facts(chosen: Sequence[Record], left_out: int) -> Iterable[str]:
     first = chosen[-1]
-    seconds = math.fsum(record.seconds for record in chosen)
+    seconds, cold = (math.fsum(values) for values in zip(*((r.seconds, r.cold_seconds) for r in chosen), strict=True))
     facts: dict[str, Any] = {
-        "runs": f"{len(chosen)}, {seconds:.0f} s of computing in all, the search not included",
+        "runs": f"{len(chosen)}, {seconds:.0f} s of training, {cold:.0f} s of cold starts, the search not included",
+        "data": _data(first.data),
         **dict(first.versions),
         "commit": first.commit or "not from a checkout",
         "finished": max(record.created for record in chosen),
@@ -170,9 +290,16 @@ def _facts(chosen: Sequence[Record], left_out: int) -> Iterable[str]:
     }
     if left_out:
         facts["left out"] = f"{left_out} records of other settings in the same folder"
-    yield "<h2>To repeat this</h2>"
     for command in dict.fromkeys(record.command for record in chosen if record.command):
         yield f"<pre><code>{escape(command)}</code></pre>"
     yield '<dl class="facts">'
     yield from (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
     yield "</dl>"
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    """How many samples, and where they are from; their checksums are in the records."""
+    parts = [f"{data['train']:,} training and {data['test']:,} test samples", *data.get("source", {}).values()]
+    if "features" in data:
+        parts.append(f"features of {data['features']['encoder']}")
+    return ", ".join(map(str, parts))

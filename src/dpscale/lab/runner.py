@@ -4,19 +4,25 @@ import datetime
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
+from dpscale import diagnostics
+from dpscale.engine import LossFn, trainable
 from dpscale.engine.phases import listening
-from dpscale.lab.data import DATA, Data, hold_out
+from dpscale.lab.data import Data, hold_out
+from dpscale.lab.data import load as load_data
+from dpscale.lab.encoders import features
 from dpscale.lab.models import MODELS
-from dpscale.lab.norms import Norms
-from dpscale.lab.presets import METHODS, Config, Method, bound
+from dpscale.lab.presets import METHODS, Choice, Config, Method
+from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
 from dpscale.noise import Key
 from dpscale.plan import Plan
@@ -32,21 +38,26 @@ class Job:
     """What `run` needs besides a place to report to: plain values, so that it travels to another process.
 
     Args:
-        learning_rate: what SGD gets.
+        choice: rate and momentum.
         noise_multiplier: of every private method, since all share sampling, steps and budget.
         role: ``"final"`` or ``"search"``, as in `Record`.
-        search: how the rate was found, for the record.
+        search: how the choice was found, for the record.
         command: the command line, for the record.
     """
 
     config: Config
     method: str
     seed: int
-    learning_rate: float
+    choice: Choice
     noise_multiplier: float
     role: str = "final"
     search: dict[str, Any] | None = None
     command: str = ""
+
+    @property
+    def learning_rate(self) -> float:
+        """What the optimizer gets."""
+        return METHODS[self.method].learning_rate(self.config, self.choice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +87,33 @@ class _Step:
     weights: Tensor | None = None
 
 
+@dataclass(eq=False)
+class _Watch:
+    """The diagnostics of a run; ``on`` while they are taken."""
+
+    on: bool = False
+    norms: diagnostics.Norms = field(default_factory=diagnostics.Norms)
+    similarity: diagnostics.Similarity = field(default_factory=diagnostics.Similarity)
+    mean_weight: list[float | None] = field(default_factory=list)
+
+    def take(self, epoch: int, steps: list[_Step]) -> None:
+        """Note norms and weights of an epoch's steps."""
+        weights = [step.weights for step in steps if step.weights is not None]
+        self.mean_weight.append(_mean(weights))
+        if self.on:
+            self.norms.add(epoch, [step.norms for step in steps if step.norms is not None], weights)
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """Plain values for a record; None if there are none."""
+        found = {"norms": self.norms.to_dict(), "similarity": self.similarity.to_dict()}
+        if not any(found.values()):
+            return None
+        return {"not_private": True, "note": diagnostics.NOTE, **found, "mean_weight": self.mean_weight}
+
+
 def calibrate(config: Config) -> float:
     """The noise multiplier of every private method: it depends on sampling, steps and budget, not on the rule."""
-    plan = Plan(scaling=Clip(C=1.0), sampling=_sampling(config, load(config, "final")), epochs=config.epochs)
+    plan = Plan(scaling=Clip(C=1.0), sampling=_sampling(config, size(config)), epochs=config.epochs)
     noise_multiplier = plan.calibrate(epsilon=config.epsilon, delta=config.delta).noise_multiplier
     assert noise_multiplier is not None
     return noise_multiplier
@@ -86,18 +121,41 @@ def calibrate(config: Config) -> float:
 
 def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Record:
     """Train once and say what came of it. ``on_progress`` is called after every epoch, and at each phase before."""
+    with _exact_products():
+        return _run(job, on_progress)
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """No TF32, which torch has on for convolutions: the bound is as strict as the plan says."""
+    places: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [place.allow_tf32 for place in places]
+    for place in places:
+        place.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.allow_tf32 = value
+
+
+def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
     config, method = job.config, METHODS[job.method]
     data = load(config, job.role)
-    model = _model(config, job.seed)
-    plan = _plan(config, method, data, job.noise_multiplier)
-    start = time.perf_counter()
-    sampling = _sampling(config, data)
+    model = _model(config, job.seed, data)
+    plan = _plan(job, method, data)
+    sampling = _sampling(config, data.size)
     ends = [sampling.steps(epoch) for epoch in range(1, config.epochs + 1)]
-    steps = _train_plain(model, job, data, ends[-1]) if plan is None else _train_private(model, plan, job, data)
-    curves: dict[str, list[float | None]] = {"epoch": [], "train_loss": [], "accuracy": [], "mean_weight": []}
-    norms, loss = Norms(), float("nan")
+    watch = _Watch()
+    steps = _train_plain(model, job, data, ends[-1]) if plan is None else _train_private(model, plan, job, data, watch)
+    curves: dict[str, list[float | None]] = {"epoch": [], "train_loss": [], "accuracy": []}
+    loss = float("nan")
+    start = begin = time.perf_counter()
 
     def tell(epoch: int, phase: str | None = None) -> None:
+        nonlocal begin
+        if epoch == 0 and phase is None:
+            begin = time.perf_counter()  # the cold start is over
         if on_progress:
             step, trained = (ends[epoch - 1], curves["train_loss"][-1]) if epoch else (0, None)
             shown = float("nan") if trained is None else trained
@@ -106,20 +164,19 @@ def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Reco
             )
 
     for epoch, end in enumerate(ends, start=1):
+        watch.on = config.diagnostics and epoch > config.epochs - config.last_epochs
         begun = ends[epoch - 2] if epoch > 1 else 0
         with listening(partial(tell, epoch - 1)):
             seen = [next(steps) for _ in range(begun, end)]
-        weights = [step.weights for step in seen if step.weights is not None]
-        if epoch > config.epochs - config.last_epochs:
-            norms.add(epoch, [step.norms for step in seen if step.norms is not None], weights)
+        if config.diagnostics:
+            watch.take(epoch, seen)
         train_loss = _mean([step.loss for step in seen])
-        accuracy, loss = evaluate(model, data)
+        accuracy, loss = evaluate(model, data, config)
         curves["epoch"].append(epoch)
         curves["train_loss"].append(train_loss)
         curves["accuracy"].append(accuracy)
-        curves["mean_weight"].append(_mean(weights))
         tell(epoch)
-    seconds = time.perf_counter() - start
+    end_time = time.perf_counter()
     final = job.role == "final"
     scaling = method.scaling(config)
     return Record(
@@ -129,8 +186,8 @@ def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Reco
         about=method.about,
         role=job.role,
         seed=job.seed,
+        choice=job.choice.to_dict(),
         scaling=None if scaling is None else {"rule": method.rule, **vars(scaling)},
-        rate=job.learning_rate * bound(method, config),
         learning_rate=job.learning_rate,
         # The search is not counted, so its runs state no epsilon: nobody should add theirs to a claim.
         epsilon=plan.epsilon(delta=config.delta) if plan and final else None,
@@ -141,97 +198,167 @@ def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Reco
         curves=curves,
         accuracy=accuracy,
         loss=loss if math.isfinite(loss) else None,
-        seconds=round(seconds, 3),
-        diagnostics=norms.to_dict(),
+        seconds=round(end_time - begin, 3),
+        cold_seconds=round(begin - start, 3),
+        data={"train": data.size, "test": len(data.test_labels), **data.provenance},
+        diagnostics=watch.to_dict(),
         search=job.search,
         command=job.command,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions={**installed_versions(), **_gpu()},
     )
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Data) -> tuple[float, float]:
-    """Accuracy and mean loss on the data to measure on."""
+def evaluate(model: nn.Module, data: Data, config: Config) -> tuple[float, float]:
+    """Accuracy and mean loss on the data to measure on, a part at a time."""
     training = model.training
     model.eval()
-    logits = model(data.test_images)
+    part = max(1, _EVALUATED // data.test_images[0].numel())
+    right, loss = 0, 0.0
+    for k in range(0, len(data.test_labels), part):
+        labels = data.test_labels[k : k + part]
+        with _autocast(config, labels.device):
+            logits = model(prepared(data.test_images[k : k + part], config)).float()
+        right += int((logits.argmax(1) == labels).sum())
+        loss += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
     model.train(training)
-    right = (logits.argmax(1) == data.test_labels).float().mean()
-    return right.item(), nn.functional.cross_entropy(logits, data.test_labels).item()
+    return right / len(data.test_labels), loss / len(data.test_labels)
+
+
+_EVALUATED = 40_000_000
+"""Numbers of input that are evaluated at once."""
+
+
+def prepared(images: Tensor, config: Config) -> Tensor:
+    """Pixels as the model takes them: from 0…255 to [0, 1], then shifted and divided by public constants."""
+    shift, scale = config.normalize
+    x = images.float() / 255 if images.dtype == torch.uint8 else images
+    return x if (shift, scale) == (0.0, 1.0) else (x - shift) / scale
 
 
 @cache
-def _load(name: str, held_out: float | None) -> Data:
-    data = DATA[name]()
+def _whole(name: str, train_size: int | None, encoder: str | None) -> Data:
+    """The data of an experiment, where it was read: images may still lie in a file."""
+    data = load_data(name, train_size=train_size)
+    return data if encoder is None else features(data, encoder, normalize="l2")
+
+
+@cache
+def _on_device(name: str, train_size: int | None, encoder: str | None, held_out: float | None) -> Data:
+    data = _whole(name, train_size, encoder)
     data = data if held_out is None else hold_out(data, held_out)
     return data.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load(config: Config, role: str) -> Data:
-    """The data of a run; a search sees the training part only, split once more."""
-    return _load(config.data, config.held_out if role == "search" else None)
+    """The data of a run, where it trains; a search sees the training part only, split once more."""
+    return _on_device(config.data, config.train_size, config.encoder, config.held_out if role == "search" else None)
 
 
-def _sampling(config: Config, data: Data) -> Sampling:
+def size(config: Config) -> int:
+    """Number of training samples."""
+    return _whole(config.data, config.train_size, config.encoder).size
+
+
+def shape(config: Config) -> tuple[int, ...]:
+    """Of one sample."""
+    return tuple(_whole(config.data, config.train_size, config.encoder).train_images.shape[1:])
+
+
+def _sampling(config: Config, samples: int) -> Sampling:
     if config.sampling == "full-batch":
-        return FullBatch(size=data.size)
+        return FullBatch(size=samples)
     # A search trains on fewer samples; the same share of them per step leaves steps and noise as they will be.
-    whole = load(config, "final").size
-    return Poisson(size=data.size, batch=max(1, round(config.batch * data.size / whole)))
+    return Poisson(size=samples, batch=max(1, round(config.batch * samples / size(config))))
 
 
-def _plan(config: Config, method: Method, data: Data, noise_multiplier: float) -> Plan | None:
-    scaling = method.scaling(config)
+def _plan(job: Job, method: Method, data: Data) -> Plan | None:
+    scaling = method.scaling(job.config)
     if scaling is None:
         return None
     return Plan(
         scaling=scaling,
-        sampling=_sampling(config, data),
-        epochs=config.epochs,
-        noise_multiplier=noise_multiplier,
-        delta=config.delta,
-        momentum=method.momentum_of(config),
+        sampling=_sampling(job.config, data.size),
+        epochs=job.config.epochs,
+        noise_multiplier=job.noise_multiplier,
+        delta=job.config.delta,
+        momentum=method.momentum_of(job.config, job.choice),
     )
 
 
-def _model(config: Config, seed: int) -> nn.Module:
+def _model(config: Config, seed: int, data: Data) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = MODELS[config.model]()
-    return model.to(load(config, "final").train_images.device)
+        model = MODELS[config.model](tuple(data.train_images.shape[1:]), data.classes)
+    return model.to(data.train_labels.device)
 
 
-def _optimizer(model: nn.Module, job: Job, momentum: float = 0.0) -> torch.optim.SGD:
+def _optimizer(model: nn.Module, job: Job, momentum: float = 0.0) -> Optimizer:
+    if job.config.optimizer == "nadam":
+        return torch.optim.NAdam(model.parameters(), lr=job.learning_rate)
     return torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=momentum)
 
 
-def _losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    images, labels = batch
-    return nn.functional.cross_entropy(model(images), labels, reduction="none")
+def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16" and device.type == "cuda")
 
 
-def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data) -> Iterator[_Step]:
-    private = privatize(model, _optimizer(model, job), plan, seed=job.seed)
+def _losses_of(config: Config) -> LossFn:
+    def losses(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = batch
+        with _autocast(config, images.device):
+            logits = model(prepared(images, config))
+        return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+
+    return losses
+
+
+def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data, watch: _Watch) -> Iterator[_Step]:
+    optimizer, losses, parameters = _optimizer(model, job), _losses_of(job.config), trainable(model)
+    private = privatize(model, optimizer, plan, seed=job.seed)
+    gamma1 = getattr(plan.momentum, "gamma1", 1.0)
+    released = diagnostics.Released(optimizer, parameters, gamma1) if job.config.diagnostics else None
     for batch in private.batches(TensorDataset(data.train_images, data.train_labels)):
-        out = private.step(batch, _losses)
-        yield _Step(loss=out.loss, norms=out.norms[out.mask], weights=out.weights[out.mask])
+        before = {n: p.detach().clone().requires_grad_() for n, p in parameters.items()} if watch.on else {}
+        out = private.step(batch, losses)
+        if watch.on and released is not None:
+            watch.similarity.add(released.gradient, _mean_gradient(model, before, losses, batch, out.mask))
+        # Without diagnostics nothing more is taken: to pick the samples drawn would wait for the device at every step.
+        seen = (out.norms[out.mask], out.weights[out.mask]) if job.config.diagnostics else (None, None)
+        yield _Step(loss=out.loss, norms=seen[0], weights=seen[1])
+
+
+def _mean_gradient(
+    model: nn.Module, weights: dict[str, Tensor], losses: LossFn, batch: Any, mask: Tensor
+) -> dict[str, Tensor]:
+    """Of the samples drawn, by plain autograd, at the weights that the step saw."""
+    each = losses(lambda x: torch.func.functional_call(model, weights, (x,)), batch)
+    grads = torch.autograd.grad((each * mask).sum() / mask.sum().clamp(min=1), list(weights.values()))
+    return dict(zip(weights, grads, strict=True))
 
 
 def _train_plain(model: nn.Module, job: Job, data: Data, steps: int) -> Iterator[_Step]:
     """Plain PyTorch on the batches that a private run of the same seed draws, divided by the same constant."""
-    heavy = 0.0 if job.config.momentum == "none" else 1 - job.config.gamma1  # torch's momentum is the same heavy ball
-    optimizer, sampling = _optimizer(model, job, heavy), _sampling(job.config, data)
+    gamma1 = job.config.constants(job.choice)["gamma1"]
+    heavy = 0.0 if job.config.momentum == "none" else 1 - gamma1  # torch's momentum is the same heavy ball
+    optimizer, sampling = _optimizer(model, job, heavy), _sampling(job.config, data.size)
+    losses = _losses_of(job.config)
     draws = sampling.draws(Key(job.seed).generator("sampling"))
     for _ in range(steps):
         chosen = torch.from_numpy(next(draws)).to(data.train_labels.device)
-        losses = _losses(model, (data.train_images[chosen], data.train_labels[chosen]))
+        each = losses(model, (data.train_images[chosen], data.train_labels[chosen]))
         optimizer.zero_grad()
-        (losses.sum() / sampling.batch).backward()
+        (each.sum() / sampling.batch).backward()
         optimizer.step()
-        yield _Step(loss=losses.detach().mean())
+        yield _Step(loss=each.detach().mean())
 
 
 def _mean(values: list[Tensor]) -> float | None:
     finite = torch.cat([v.detach().float().reshape(-1) for v in values]) if values else torch.empty(0)
     finite = finite[torch.isfinite(finite)]  # the loss of an empty batch is none at all
     return finite.mean().item() if len(finite) else None
+
+
+def _gpu() -> dict[str, str]:
+    return {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}

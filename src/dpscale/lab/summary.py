@@ -3,14 +3,14 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from scipy import special
 
 from dpscale.lab.presets import METHODS
-from dpscale.lab.records import Record
+from dpscale.lab.records import Record, asked
 
 REFERENCE = "dp-psasc"
 
@@ -32,12 +32,29 @@ class Row:
     epsilon: float | None
     delta: float | None
     noise_multiplier: float | None
-    rate: float
+    choice: Mapping[str, float]
     learning_rate: float
     seconds: float
     statement: str
+    encoder: str | None = None
+    test_size: int = 0
     difference: float | None = None
     difference_half_width: float | None = None
+
+    @property
+    def shown(self) -> str:
+        """The accuracy as tables show it."""
+        return percent(self.accuracy, self.half_width, self._places)
+
+    @property
+    def shown_difference(self) -> str:
+        """The difference to `REFERENCE` as tables show it."""
+        return signed(self.difference, self.difference_half_width, self._places)
+
+    @property
+    def _places(self) -> int:
+        # One image of a few hundred moves accuracy by tenths of a point; one of ten thousand by a hundredth.
+        return 2 if self.test_size >= 5_000 else 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -61,7 +78,7 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
 
 
 def select(records: Sequence[Record], like: Record | None = None) -> tuple[list[Record], int]:
-    """The final runs of one experiment, and how many records were left out.
+    """The final runs of one experiment, and how many final runs of other settings were left out.
 
     A folder may hold runs with several settings; those of ``like``, or else of the newest record, are taken, so
     that no table mixes two.
@@ -71,13 +88,13 @@ def select(records: Sequence[Record], like: Record | None = None) -> tuple[list[
         raise ValueError("These records are of a search for learning rates only. Run the comparison to its end.")
 
     def settings(record: Record) -> str:
-        return json.dumps([record.config, record.versions["dpscale"]], sort_keys=True)
+        return json.dumps([asked(record.config, record.role), record.versions["dpscale"]], sort_keys=True)
 
     wanted = settings(like or max(final, key=lambda record: record.created))
     chosen = [record for record in final if settings(record) == wanted]
     order = {name: place for place, name in enumerate(METHODS)}
     chosen.sort(key=lambda record: (order.get(record.method, len(order)), record.method, record.seed))
-    return chosen, len(records) - len(chosen)
+    return chosen, len(final) - len(chosen)
 
 
 def by_method(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -109,10 +126,12 @@ def summarize(records: Sequence[Record]) -> list[Row]:
                 epsilon=first.epsilon,
                 delta=first.delta,
                 noise_multiplier=first.noise_multiplier,
-                rate=first.rate,
+                choice=first.choice,
                 learning_rate=first.learning_rate,
                 seconds=math.fsum(record.seconds for record in group) / len(group),
                 statement=first.statement,
+                encoder=first.data.get("features", {}).get("encoder"),
+                test_size=first.data["test"],
                 difference=difference,
                 difference_half_width=difference_half_width,
             )
@@ -151,24 +170,31 @@ def verdict(rows: Sequence[Row]) -> str:
         return (
             f"{told} Seed by seed, none differs from {REFERENCE.upper()} beyond the interval of the difference either."
         )
-    shown = _list([f"{row.title} ({signed(row.difference, row.difference_half_width)} points)" for row in apart])
+    shown = _list([f"{row.title} ({row.shown_difference} points)" for row in apart])
     return (
         f"{told} Seed by seed, of {len(pairs)} private methods set against {REFERENCE.upper()}, those beyond the 95% "
         f"interval of the difference: {shown}. One in twenty such intervals misses by chance."
     )
 
 
-def signed(difference: float | None, half_width: float | None) -> str:
+def signed(difference: float | None, half_width: float | None, places: int = 1) -> str:
     """A difference in points as tables show it."""
     if difference is None:
         return "—"
-    points = round(100 * difference, 1) + 0.0  # never -0.0
-    return f"{points:+.1f}".replace("-", "−") + ("" if half_width is None else f" ± {100 * half_width:.1f}")
+    points = round(100 * difference, places) + 0.0  # never -0.0
+    interval = "" if half_width is None else f" ± {100 * half_width:.{places}f}"
+    return f"{points:+.{places}f}".replace("-", "−") + interval
 
 
-def percent(accuracy: float, half_width: float | None) -> str:
+def percent(accuracy: float, half_width: float | None, places: int = 1) -> str:
     """An accuracy as tables show it."""
-    return f"{100 * accuracy:.1f}%" + ("" if half_width is None else f" ± {100 * half_width:.1f}")
+    interval = "" if half_width is None else f" ± {100 * half_width:.{places}f}"
+    return f"{100 * accuracy:.{places}f}%{interval}"
+
+
+def plural(count: int, what: str) -> str:
+    """A number of things in words."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _list(names: Sequence[str]) -> str:

@@ -1,0 +1,90 @@
+"""Records as a page of Markdown tables, so that a results page can be made anew from them."""
+
+from collections.abc import Iterable, Sequence
+
+from dpscale.lab.paper import Experiment
+from dpscale.lab.presets import METHODS, Choice
+from dpscale.lab.report import NOT_FINISHED, settings, verdict
+from dpscale.lab.summary import plural
+
+_NOTE = """\
+Test accuracy in percent after the last epoch, which is fixed beforehand: mean over seeds and its 95% interval
+(Student's t). Where rate and momentum were searched, every method had the same number of tries on held-out training
+data; that search is not counted in ε. The paper gives no intervals."""
+
+
+MARK = "<!-- tables -->"
+"""What stands above this line in a page was written by hand, and stays."""
+
+
+def page(found: Sequence[Experiment], before: str = "") -> str:
+    """The whole page: one table of all accuracies, then each experiment in full.
+
+    Args:
+        before: the page as it was; what it has above `MARK` is kept in place of a title.
+    """
+    head, mark, _ = before.partition(MARK)
+    title = f"{head}{MARK}" if mark else "# Results"
+    return "\n".join((title, "", _NOTE, "", *_overview(found), *(line for one in found for line in _one(one))))
+
+
+def _overview(found: Sequence[Experiment]) -> Iterable[str]:
+    titles = {row.method: row.title for one in found for row in one.rows}
+    order = [name for name in METHODS if name in titles]
+    yield from _head("experiment", *(_plain(titles[name]) for name in order))
+    for one in found:
+        rows = {row.method: row for row in one.rows}
+        cells = []
+        for name in order:
+            ours = rows[name].shown.replace("%", "") if name in rows else "—"
+            theirs = one.paper.get(name)
+            cells.append(ours if theirs is None else f"{ours} (paper {theirs:.2f})")
+        notes = [f"features of {one.encoder}"] if one.encoder else []
+        notes += [f"{plural(one.left, 'run')} left"] if one.left else []
+        yield _row(", ".join((one.preset, *notes)), *cells)
+    yield ""
+
+
+def _one(one: Experiment) -> Iterable[str]:
+    yield from (f"## {one.preset}", "")
+    if not one.rows:
+        yield from (NOT_FINISHED, "")
+        return
+    yield from (settings(one), "", _plain(verdict(one)), "")
+    if one.left:
+        yield from (f"Unfinished: {plural(one.left, 'run')} left.", "")
+    yield from _head(
+        "method", "paper", "ours", "against DP-PSASC, seed by seed", "σ", "ε", "rate, momentum", "s per run"
+    )
+    for row in one.rows:
+        theirs = one.paper.get(row.method)
+        yield _row(
+            _plain(row.title),
+            "—" if theirs is None else f"{theirs:.2f}",
+            row.shown.replace("%", ""),
+            row.shown_difference,
+            "—" if row.noise_multiplier is None else f"{row.noise_multiplier:.4f}",
+            "—" if row.epsilon is None else f"{row.epsilon:.2f}",
+            Choice.of(row.choice).told(),
+            f"{row.seconds:.1f}",
+        )
+    last = one.records[-1]
+    versions = ", ".join(f"{name} {value}" for name, value in last.versions.items())
+    yield from ("", f"{versions}; commit {last.commit or 'unknown'}.", "")
+    commands = dict.fromkeys(record.command for record in one.records if record.command)
+    if commands:
+        yield from ("```sh", *commands, "```", "")
+
+
+def _head(*names: str) -> Iterable[str]:
+    yield _row(*names)
+    yield _row(*("---" for _ in names))
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _plain(text: str) -> str:
+    """A text as Markdown shows it: the star of a method's name is no emphasis."""
+    return text.replace("*", "\\*")

@@ -1,0 +1,178 @@
+"""The paper's own figures, and its experiments made anew from records."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from dpscale.accounting import Accountant
+from dpscale.lab import compare, presets, records, summary
+from dpscale.lab.compare import Finished
+from dpscale.lab.presets import Config, Method, preset
+from dpscale.lab.records import Record
+from dpscale.lab.summary import Row
+from dpscale.plan import Plan
+from dpscale.sampling import Poisson
+from dpscale.scaling import Clip
+
+ACCURACY: dict[str, dict[str, float]] = {
+    "mnist": {"dp-sgd": 97.35, "auto-s": 97.95, "dp-psac": 98.11, "dp-psasc": 98.37, "dp-psasc-star": 98.65},
+    "fashion-mnist": {"dp-sgd": 85.59, "auto-s": 86.15, "dp-psac": 86.36, "dp-psasc": 86.91, "dp-psasc-star": 87.22},
+    "cifar10-simclr": {"dp-sgd": 92.24, "auto-s": 92.65, "dp-psac": 92.85, "dp-psasc": 93.12, "dp-psasc-star": 93.36},
+    "celeba-male": {"dp-sgd": 94.79, "auto-s": 95.12, "dp-psac": 95.20, "dp-psasc": 95.36, "dp-psasc-star": 95.61},
+    "imagenette": {"dp-sgd": 63.61, "auto-s": 63.87, "dp-psac": 64.21, "dp-psasc": 65.26, "dp-psasc-star": 66.79},
+}
+"""Test accuracy in percent, as the paper gives it; it names no interval for any of them."""
+
+SIZES = {
+    "mnist": 60_000,
+    "fashion-mnist": 40_000,
+    "cifar10-simclr": 50_000,
+    "celeba-male": 162_079,
+    "imagenette": 9_464,
+}
+"""Training samples, as the paper gives them. What is trained on here can differ by a little: see the records."""
+
+PRESETS = tuple(ACCURACY)
+"""The paper's five experiments, in its order."""
+
+SEEDS = {"celeba-male": 3, "imagenette": 3}
+"""Seeds per method where it is not five: these two take minutes a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A line of the paper's table of settings, and the noise that they come to here."""
+
+    preset: str
+    samples: int
+    batch: int
+    epochs: int
+    C: float
+    r: float
+    s: float
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+    noise_multiplier_rdp: float
+
+
+def settings(names: Sequence[str] = PRESETS) -> list[Setting]:
+    """The paper's settings with σ as calibrated, by privacy-loss distributions and by Rényi DP. Nothing is trained."""
+    return [_setting(preset(name), SIZES[name]) for name in names]
+
+
+def _setting(config: Config, samples: int) -> Setting:
+    plan = Plan(scaling=Clip(C=1.0), sampling=Poisson(size=samples, batch=config.batch), epochs=config.epochs)
+    tight, by_rdp = (
+        replace(plan, accountant=by).calibrate(epsilon=config.epsilon, delta=config.delta).noise_multiplier
+        for by in get_args(Accountant)
+    )
+    assert tight is not None and by_rdp is not None
+    return Setting(
+        preset=config.preset, samples=samples, batch=config.batch, epochs=config.epochs, C=config.C, r=config.r,
+        s=config.s, epsilon=config.epsilon, delta=config.delta, noise_multiplier=tight, noise_multiplier_rdp=by_rdp,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One of the paper's rows as it came out here.
+
+    Args:
+        left: runs that a budget left undone.
+        left_out: records of other settings that lie beside these.
+    """
+
+    preset: str
+    records: list[Record]
+    rows: list[Row]
+    left: int
+    left_out: int = 0
+
+    @property
+    def encoder(self) -> str | None:
+        """Whose features were trained on; None for pixels."""
+        return next((row.encoder for row in self.rows), None)
+
+    @property
+    def paper(self) -> Mapping[str, float]:
+        """The paper's accuracies of the same row."""
+        return ACCURACY.get(self.preset, {})
+
+
+def experiments(
+    configs: Sequence[Config],
+    methods: Sequence[Method],
+    out: Path,
+    *,
+    seeds: int | None = None,
+    workers: int | None = None,
+    budget: float | None = None,
+    command: str = "",
+    on_finished: Callable[[str, Finished], None] = lambda _, __: None,
+) -> list[Experiment]:
+    """Run what has no record yet of each experiment, in turn, and return what there is.
+
+    Args:
+        out: each experiment has a folder of its own in it.
+        seeds: per method; unless told 5, and 3 where a run takes minutes.
+        budget: seconds after which no run is begun any more. The same call goes on where it left off.
+    """
+    deadline = None if budget is None else time.monotonic() + budget
+    done = []
+    for config in configs:
+        found = compare.compare(
+            config, methods, range(seeds or SEEDS.get(config.preset, 5)), out / config.preset, workers=workers,
+            deadline=deadline, command=command, on_finished=partial(on_finished, config.preset),
+        )  # fmt: skip
+        rows = summary.summarize(found.records)
+        done.append(Experiment(preset=config.preset, records=found.records, rows=rows, left=found.left))
+    return done
+
+
+def load(out: Path, like: Record | None = None) -> list[Experiment]:
+    """The experiments whose records lie in ``out``, as `sources` finds them; of several settings the newest."""
+    return [_loaded(source, like) for source in sources(out)]
+
+
+def sources(out: Path) -> list[Path]:
+    """Where the records of each experiment lie, in the paper's order.
+
+    Folders in ``out`` that are named like presets, and files ``*.jsonl``; or ``out`` itself.
+    """
+    kept = {path.stem: path for path in sorted(out.glob("*.jsonl"))}
+    kept |= {name: out / name for name in presets.PRESETS if (out / name).is_dir()}
+    if not kept or any(out.glob("*-seed*.json")):
+        return [out]
+    order = {name: place for place, name in enumerate(PRESETS)}
+    return sorted(kept.values(), key=lambda path: (order.get(path.stem, len(order)), path.stem))
+
+
+def _loaded(source: Path, like: Record | None) -> Experiment:
+    searching = source.is_dir() and (source / "search").is_dir() and not any(source.glob("*.json*"))
+    if searching:
+        return Experiment(preset=source.name, records=[], rows=[], left=0)
+    chosen, left_out = summary.select(records.load(source), like)
+    rows = summary.summarize(chosen)
+    most = max(len(row.seeds) for row in rows)
+    left = sum(most - len(row.seeds) for row in rows)  # what is known of it: a method that has fewer seeds than others
+    name = chosen[0].config["preset"]
+    return Experiment(preset=name, records=chosen, rows=rows, left=left, left_out=left_out)
+
+
+def to_dict(found: Sequence[Experiment]) -> list[dict[str, Any]]:
+    """Plain values for JSON."""
+    return [
+        {
+            "preset": one.preset,
+            "paper": dict(one.paper),
+            "encoder": one.encoder,
+            "rows": [row.to_dict() for row in one.rows],
+            "verdict": summary.verdict(one.rows) if one.rows else "",
+            "left": one.left,
+        }
+        for one in found
+    ]
