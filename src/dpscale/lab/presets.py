@@ -387,8 +387,8 @@ def cifar10_simclr() -> Config:
         C=0.1,
         r=1e-4,
         s=0.8,
-        **{**_SEARCH, "grid": (4.0, 8.0, 16.0, 32.0)},
-        rates=_rates(16.0),
+        **{**_SEARCH, "grid": (2.0, 4.0, 8.0, 16.0)},
+        rates=_rates(8.0),
         note="The encoder is named in each record. Another encoder gives other features: compare methods, not papers.",
     )
 
