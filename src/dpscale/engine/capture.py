@@ -188,13 +188,17 @@ class Capture(Meeting):
             # Run on a copy and write the result back: what is taped is then neither changed later, nor a view, whose
             # own edge no gradient reaches once the tensor that it is a view of is used.
             func, args = out_of_place(func), (into.clone(), *args[1:])
-        args = channels.before(func, args)
+        run, args = channels.before(func, args)
         if any(isinstance(t, Tensor) and t.requires_grad for t in standing):
-            out = func(*args, **kwargs)
+            out = run(*args, **kwargs)
         else:
-            out = self._sourced(lambda: func(*args, **kwargs))
+            out = self._sourced(lambda: run(*args, **kwargs))
         self._tape(site, args, kwargs, keys, out)
         return channels.after(func, args, out) if into is None else into.copy_(out)
+
+    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it as it is."""
+        return channels.between(func, args, kwargs)
 
     def finish(self) -> None:
         """Say so if the forward met fewer operations than the blueprint has."""

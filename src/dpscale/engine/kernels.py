@@ -68,10 +68,13 @@ def gram_norm2(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
         return gram_norm2_plain(a_BTI.float(), g_BTO.float())
     length, long = a_BTI.shape[1], max(a_BTI.shape[2], g_BTO.shape[2]) > LONG
     if not long:
-        return _both(torch.ops.dpscale.gram_norm2(aligned(a_BTI), aligned(g_BTO), _precision()))
+        a, g = (_rows_side_by_side(aligned(t)) for t in (a_BTI, g_BTO))
+        return _both(torch.ops.dpscale.gram_norm2(a, g, _precision()))
     # One operand is so long that a sample's few tiles would keep few processors busy for long: its tiles are made in
     # parts, and are small enough to be written.
-    tiles_a, tiles_g = (torch.ops.dpscale.gram_tiles(aligned(t), _precision()) for t in (a_BTI, g_BTO))
+    tiles_a, tiles_g = (
+        torch.ops.dpscale.gram_tiles(_rows_side_by_side(aligned(t)), _precision()) for t in (a_BTI, g_BTO)
+    )
     product = tiles_a * tiles_g  # (B, pairs, block, block)
     block = product.shape[2]
     column = torch.arange(-(-length // block), device=product.device)
@@ -138,7 +141,8 @@ def square(x_BHWC: Tensor, g_BRSO: Tensor, window: Window = POINT) -> Tensor:
     """Squared norms (B,) of the products, which are forgotten."""
     if not x_BHWC.is_cuda:
         return products_plain(x_BHWC, g_BRSO, window).square().sum((1, 2, 3))
-    found: Tensor = torch.ops.dpscale.square_products(x_BHWC, g_BRSO, window.numbers(), _precision())
+    x, g = _rows_side_by_side(x_BHWC), _rows_side_by_side(g_BRSO)
+    found: Tensor = torch.ops.dpscale.square_products(x, g, window.numbers(), _precision())
     return found
 
 
@@ -146,7 +150,8 @@ def keep(x_BHWC: Tensor, g_BRSO: Tensor, window: Window = POINT) -> Tensor:
     """The products (B, taps, O, C), rounded to the operands' precision as autograd rounds them."""
     if not x_BHWC.is_cuda:
         return products_plain(x_BHWC, g_BRSO, window).to(x_BHWC.dtype)
-    found: Tensor = torch.ops.dpscale.keep_products(x_BHWC, g_BRSO, window.numbers(), _precision())
+    x, g = _rows_side_by_side(x_BHWC), _rows_side_by_side(g_BRSO)
+    found: Tensor = torch.ops.dpscale.keep_products(x, g, window.numbers(), _precision())
     return found
 
 
@@ -156,7 +161,8 @@ def weigh(x_BHWC: Tensor, g_BRSO: Tensor, weights_B: Tensor, window: Window = PO
     weights = weights.where(weights >= FAINT, 0.0)
     if not x_BHWC.is_cuda:
         return torch.einsum("b,btoc->toc", weights, products_plain(x_BHWC, g_BRSO, window))
-    found: Tensor = torch.ops.dpscale.weigh_products(x_BHWC, g_BRSO, weights, window.numbers(), _precision())
+    x, g = _rows_side_by_side(x_BHWC), _rows_side_by_side(g_BRSO)
+    found: Tensor = torch.ops.dpscale.weigh_products(x, g, weights, window.numbers(), _precision())
     return found
 
 
@@ -312,6 +318,7 @@ def _blocks(length: int, samples: int) -> tuple[int, int]:
 
 
 def _rows_side_by_side(t: Tensor) -> Tensor:
+    """As the kernels take it. Outside of an operation a compiler makes the copy along with whatever made ``t``."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
