@@ -1,5 +1,7 @@
 """A form's norm and weighted sum are those of the gradients it stands for, whichever way it computes them."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -264,3 +266,53 @@ def test_terms_that_cancel_are_not_taken_for_nothing(monkeypatch, name):
     assert (
         form.norm2() >= kernels.square(*form._channels_last()) + 3.9 * torch.finfo(torch.float32).eps * sizes**2
     ).all()
+
+
+def one_input(kind, dtype=torch.float64):
+    """Two forms over one and the same input, as a first layer has at two points; each has a view of its own."""
+    if kind == "outer":
+        x = torch.randn(3, 2, 5).to(dtype)
+        return [Outer(x.view(3, 2, 5), torch.randn(3, 2, 4).to(dtype)) for _ in range(2)]
+    x, shape = torch.randn(3, 1, 2, 5, 5).to(dtype), torch.Size((4, 2, 3, 3))
+    rest = ((1, 1), (1, 1), (1, 1), 1)
+    return [Patches(x.view(x.shape), torch.randn(3, 1, 4, 5, 5).to(dtype), shape, *rest) for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["outer", "patches"])
+def test_of_one_input_output_gradients_are_added_and_nothing_is_concatenated(kind):
+    torch.manual_seed(0)
+    a, b = one_input(kind)
+    joined = a.join(b)
+    operands = [(f.a_BTI, f.g_BTO) if kind == "outer" else (f.x, f.g) for f in (joined, a)]
+    assert [t.shape for t in operands[0]] == [t.shape for t in operands[1]]
+    whole = a.per_sample() + b.per_sample()
+    torch.testing.assert_close(joined.per_sample(), whole)
+    torch.testing.assert_close(joined.norm2(), whole.flatten(1).square().sum(1))
+    weights = torch.rand(3, dtype=torch.float64)
+    torch.testing.assert_close(joined.weighted(weights), torch.einsum("b,b...->...", weights, whole))
+
+
+@pytest.mark.parametrize("kind", ["outer", "patches"])
+def test_other_inputs_of_the_same_size_are_not_taken_for_one(kind):
+    """Neither a copy that was changed since, nor another part of the same storage, nor 16-bit operands."""
+    torch.manual_seed(0)
+    field = "a_BTI" if kind == "outer" else "x"
+    a, b = one_input(kind)
+    both = torch.stack([getattr(a, field), getattr(b, field) + 1])
+    parts = [dataclasses.replace(form, **{field: both[k]}) for k, form in enumerate((a, b))]
+    joined = parts[0].join(parts[1])
+    assert getattr(joined, field).shape[1] == 2 * both.shape[2]
+    torch.testing.assert_close(joined.per_sample(), parts[0].per_sample() + parts[1].per_sample())
+    short = one_input(kind, torch.bfloat16)
+    assert getattr(short[0].join(short[1]), field).shape[1] == 2 * getattr(short[0], field).shape[1]
+
+
+@pytest.mark.parametrize("kind", ["outer", "patches"])
+def test_the_same_numbers_with_another_sign_are_not_taken_for_one_input(kind):
+    """`z.imag` and `z.conj().imag` share storage, offset, shape and strides; one of them is read negated."""
+    torch.manual_seed(0)
+    field = "a_BTI" if kind == "outer" else "x"
+    a, b = one_input(kind)
+    z = torch.complex(getattr(a, field), getattr(a, field).cos())
+    a, b = (dataclasses.replace(form, **{field: t.imag}) for form, t in ((a, z), (b, z.conj())))
+    torch.testing.assert_close(a.join(b).per_sample(), a.per_sample() + b.per_sample())

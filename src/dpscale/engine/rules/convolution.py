@@ -19,7 +19,18 @@ from torch import Tensor
 
 from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Dense, Form, Stack, as_multiplied, scaled, side_by_side, slack, wide
+from dpscale.engine.rules.forms import (
+    Change,
+    Dense,
+    Form,
+    Stack,
+    as_multiplied,
+    same,
+    scaled,
+    side_by_side,
+    slack,
+    wide,
+)
 from dpscale.engine.rules.linear import CHUNK, Outer
 
 SMALL = 1 << 23
@@ -73,8 +84,12 @@ class Patches(Form):
     @property
     def _unfolds(self) -> bool:
         """Whether unfolding costs little: few inputs per patch (tiles would be half empty), or no overlap."""
-        apart = len(self.x) * self._patch_numbers <= 2 * self.x.numel()
-        return apart or math.prod(self.weight_shape[1:]) <= NARROW
+        return self._apart or math.prod(self.weight_shape[1:]) <= NARROW
+
+    @property
+    def _apart(self) -> bool:
+        """Whether patches (nearly) do not overlap: unfolding is then one copy."""
+        return len(self.x) * self._patch_numbers <= 2 * self.x.numel()
 
     def _channels_last(self) -> tuple[Tensor, Tensor, kernels.Window]:
         """(B, H, W, C), (B, R, S, O) and the window, for the kernels; one dimension counts as a single row."""
@@ -110,7 +125,7 @@ class Patches(Form):
             return self
         plane = len(self.stride) == 2 and self.groups == self.x.shape[1] == self.dilation[0] == self.dilation[1] == 1
         wide_rows = self.weight_shape[1] * self.weight_shape[-1] >= 48  # below, the products are too small to pay
-        if plane and wide_rows:
+        if plane and wide_rows and not self._apart:
             return self._by_kernel_rows()
         return self._kept() if len(self.x) * self._patch_numbers <= CHUNK else self
 
@@ -253,11 +268,13 @@ class Patches(Form):
         return replace(self, x=change(self.x), g=change(self.g))
 
     def join(self, other: Form) -> "Patches | None":
-        """More images of the same sample, where both uses see images of one size."""
+        """More images of the same sample, if of one size; of one and the same image, the output gradients are added."""
         if type(other) is not type(self) or not isinstance(other, Patches):
             return None
         if self._setting() != other._setting():
             return None
+        if same(self.x, other.x):
+            return replace(self, g=wide(self.g) + wide(other.g))
         return replace(self, x=side_by_side(self.x, other.x), g=side_by_side(self.g, other.g))
 
     def _setting(self) -> tuple[Any, ...]:

@@ -198,6 +198,19 @@ def scaled(t_B: Tensor, weights_B: Tensor) -> Tensor:
     return t * weights_B.to(t.dtype).view(-1, *[1] * (t.ndim - 1))
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether both are one and the same view of one tensor, as a batch is at every point; at 32 bits or more.
+
+    16-bit operands are left apart: gradients of them that are added up are wider, and would leave the fast kernels.
+    """
+    views = [
+        # A view may also be read with another sign: `z.imag` and `z.conj().imag` lie at one place.
+        (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype, t.is_neg(), t.is_conj())
+        for t in (a, b)
+    ]
+    return views[0] == views[1] and a.element_size() > 2
+
+
 def side_by_side(a: Tensor, b: Tensor) -> Tensor:
     """Both along dimension 1, in the wider of their precisions."""
     return torch.cat([a, b], 1) if a.dtype == b.dtype else torch.cat([wide(a), wide(b)], 1)

@@ -14,10 +14,13 @@ from torch import Tensor
 
 from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Dense, Form, as_multiplied, side_by_side, slack, wide
+from dpscale.engine.rules.forms import Change, Dense, Form, as_multiplied, same, side_by_side, slack, wide
 
 CHUNK = 1 << 26
 """How many numbers of instantiated per-sample gradients to hold at once."""
+
+PASS = 64
+"""Multiplications that cost a CPU as much as to write and twice read one number of a gradient that is kept."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,20 @@ class Outer(Form):
         half = 2 if self._fast_gram else 1  # the kernel does half of the symmetric pairs
         return t == 1 or t * (i + o) <= half * i * o
 
+    @property
+    def _pays(self) -> bool:
+        """Whether the gradients are worth keeping though T² pairs are cheaper: the weighted sum then needs no product.
+
+        Where they are no larger than the operands, and going through them costs less than the pairs. Not on CUDA, where
+        the pairs have a kernel.
+        """
+        t, i, o = self.a_BTI.shape[1], self.a_BTI.shape[2], self.g_BTO.shape[2]
+        return not self.a_BTI.is_cuda and i * o <= t * (i + o) and t * t * (i + o) > PASS * i * o
+
     def settle(self) -> Form:
         """The gradients themselves where that is cheaper, if they fit."""
         numbers = len(self.a_BTI) * self.a_BTI.shape[2] * self.g_BTO.shape[2]
-        return self if self.gram or numbers > CHUNK else self.kept()
+        return self if (self.gram and not self._pays) or numbers > CHUNK else self.kept()
 
     @cached_property
     def _aligned(self) -> tuple[Tensor, Tensor]:
@@ -108,9 +121,14 @@ class Outer(Form):
         return Outer(change(self.a_BTI), change(self.g_BTO))
 
     def join(self, other: Form) -> "Outer | None":
-        """Concatenate along the positions: the Gram identity then has the cross terms of the two uses."""
+        """Concatenate along the positions: the Gram identity then has the cross terms of the two uses.
+
+        Of one and the same input the output gradients are added instead: Σ g_t a_tᵀ is linear in them.
+        """
         if not isinstance(other, Outer):
             return None
+        if same(self.a_BTI, other.a_BTI):
+            return Outer(self.a_BTI, wide(self.g_BTO) + wide(other.g_BTO))
         return Outer(side_by_side(self.a_BTI, other.a_BTI), side_by_side(self.g_BTO, other.g_BTO))
 
 
