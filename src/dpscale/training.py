@@ -1,7 +1,7 @@
 """The private step, and the loop around it."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -106,17 +106,17 @@ class Private:
         self._loops += 1
         this = self._loops
 
-        def draws() -> Iterator[list[int]]:
+        def draws() -> Iterator[Tensor]:
             drawn = self.plan.sampling.draws(self._key.generator("sampling"), start=self._draws)
             for indices in islice(drawn, self.steps - self.steps_taken):
                 draw = pad(indices, self._micro_batch)
                 masks.append(torch.from_numpy(draw.mask))
-                yield draw.indices.tolist()
+                yield torch.from_numpy(draw.indices)
 
         fetched = (
-            (tuple(t[torch.tensor(i, device=t.device)] for t in dataset.tensors) for i in draws())
+            _rows(dataset.tensors, draws())
             if isinstance(dataset, TensorDataset)
-            else DataLoader(dataset, batch_sampler=draws(), **loader)
+            else DataLoader(dataset, batch_sampler=(chosen.tolist() for chosen in draws()), **loader)
         )
         try:
             for batch in fetched:
@@ -329,6 +329,13 @@ def _memory_advice(rows: int) -> Iterator[None]:
             f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. Call privatize(..., "
             f"micro_batch={max(1, rows // 2)}): the result does not depend on it."
         ) from error
+
+
+def _rows(tensors: Sequence[Tensor], draws: Iterator[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """The chosen rows of each tensor, on the device where it is."""
+    for chosen in draws:
+        there = {device: chosen.to(device, non_blocking=True) for device in {t.device for t in tensors}}
+        yield tuple(t[there[t.device]] for t in tensors)
 
 
 def _split(batch: Any, mask: Tensor, rows: int) -> Iterator[tuple[slice, Any, Tensor]]:
