@@ -105,7 +105,7 @@ def check_matrix(family, precision, rule, way, run):
     """Norms and sums of ``run(loss_fn, batch)`` are the oracle's, and one sample alone releases at most the bound."""
     (dtype, rtol), (model, loss, batch, gradients) = PRECISIONS[precision], prepared(family, precision)
     if FAMILIES[family].single and way == "inductor":
-        rtol = max(rtol, 1e-6)  # the compiler rounds float32 otherwise than the oracle does
+        rtol = max(rtol, 1e-5)  # the compiler rounds float32 otherwise than the oracle does
     norms = torch.stack([g.double().flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
     assert norms.min() > 1e-3, "the example has no gradient to speak of"
     out = run(loss, batch)
