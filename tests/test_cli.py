@@ -37,6 +37,13 @@ def compared(tmp_path_factory):
     return out, json.loads(run("compare", "digits", *TINY, *arguments).stdout)
 
 
+def test_any_value_of_a_preset_can_be_set(monkeypatch):
+    values = ["grid=[0.5, 1]", "inner=[[1, 0.9]]", "search_epochs=1", "note=mine", "held_out=0.3"]
+    config = commands._config("digits", None, None, values, epochs=2)
+    found = config.grid, config.inner, config.search_epochs, config.note, config.held_out, config.epochs
+    assert found == ((0.5, 1), ((1, 0.9),), 1, "mine", 0.3, 2)
+
+
 # -- help and version ------------------------------------------------------------------------------------------
 
 
@@ -119,6 +126,10 @@ def test_without_json_people_can_read_it():
         (("epsilon", *ONE, "--delta", "1e-5", "--size", "9", "--batch", "10"), "'batch' parameter of Poisson"),
         (("epsilon", *ONE, *MNIST, "--sampler", "lottery"), "lottery"),
         (("nonsense",), "nonsense"),
+        (("compare", "digits", "--set", "colour=1"), "parameter of --set must be one of C, K0, batch"),
+        (("compare", "digits", "--set", "held_out"), "parameter of --set must be one of C, K0, batch"),
+        (("compare", "digits", "--set", "held_out=2"), "'held_out' parameter of Config must be a number in (0, 1)"),
+        (("compare", "digits", "--set", "grid=3"), "wrong kind in --set grid=3"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(arguments, text):

@@ -159,6 +159,7 @@ def test_every_value_of_a_preset_can_be_overridden():
         ({"encoder": "clip"}, "'encoder' parameter of Config must be one of None, simclrv2"),
         ({"epsilon": float("inf")}, "'epsilon' parameter of Config must be a finite number > 0"),
         ({"sampling": "weekly"}, "'sampling' parameter of Config must be one of poisson, full-batch"),
+        ({"search_epochs": 0}, "'search_epochs' parameter of Config must be an integer >= 1"),
         ({"model": "vit"}, "'model' parameter of Config must be one of digits_cnn, paper_cnn"),
     ],
 )
@@ -506,6 +507,20 @@ def test_what_is_packed_beside_the_folder_is_not_repeated(folder, tmp_path, monk
     assert again.left == 0 and [r.seed for r in again.records] == [0, 1, 0, 1]
 
 
+def test_a_try_may_end_early_with_the_noise_of_the_whole_run(tmp_path):
+    config = TINY.replace(epochs=3, search_epochs=1, grid=(0.5,), diagnostics=False)
+    done = compare.compare(config, presets.methods("dp-sgd"), [0], tmp_path, workers=1).records[0]
+    tried = records.load(tmp_path / "search")[0]
+    assert (tried.curves["epoch"], done.curves["epoch"]) == ([1], [1, 2, 3])
+    assert tried.noise_multiplier == done.noise_multiplier == pytest.approx(runner.calibrate(config))
+    assert done.search["epochs"] == 1 and "one run per try of 1 epoch," in report.page([_experiment(done)])
+    assert config.replace(search_epochs=9).trained("search") == 3  # never longer than the run itself
+
+
+def _experiment(*found):
+    return paper.Experiment(preset="digits", records=list(found), rows=summary.summarize(found), left=0)
+
+
 def test_a_deadline_in_the_past_begins_nothing(tmp_path):
     found = compare.compare(TINY, presets.methods("dp-sgd,dp-psasc"), [0, 1], tmp_path, workers=1, deadline=-1.0)
     assert found == compare.Compared(records=[], left=8) and not list(tmp_path.rglob("*.json"))
@@ -543,6 +558,8 @@ def test_how_a_choice_was_searched_is_no_part_of_a_run():
         key()
     }
     assert key(TINY.replace(held_out=0.3), role="search") != key(role="search")  # it trains on other samples
+    assert key(TINY.replace(search_epochs=1)) == key()
+    assert key(TINY.replace(search_epochs=1), role="search") != key(role="search")
 
 
 def test_the_search_treats_methods_alike_and_picks_the_best(folder, found):

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dpscale.checks import require
 from dpscale.lab import presets
 from dpscale.lab.presets import Config
 
@@ -55,6 +56,12 @@ Folder = Annotated[
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Runs at once; default: 2 on the CPU, on a GPU as many as fit.")
 ]
+Values = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Any other value of the preset, as NAME=VALUE in JSON: --set held_out=0.2 --set grid=[1,2]."
+    ),
+]
 Rate = Annotated[float | None, typer.Option("--lr", help="Learning rate × bound / gamma1 for every method: no search.")]
 
 
@@ -89,6 +96,7 @@ def train(
     diagnostics: Diagnostics = None,
     data: Folder = None,
     lr: Rate = None,
+    values: Values = None,
     as_json: Json = False,
 ) -> None:
     """Train one model and write its record.
@@ -99,9 +107,9 @@ def train(
       dpscale train digits --method dp-psasc --momentum inner-outer --k0 2 --gamma0 0.5 --gamma1 0.1
     """
     config = _config(
-        preset, lr, data, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, C=c, r=r, s=s, momentum=momentum,
-        K0=k0, gamma0=gamma0, gamma1=gamma1, kappa=kappa, lookahead=lookahead, gamma=gamma, sampling=sampler,
-        model=model, optimizer=optimizer, precision=precision, encoder=encoder, train_size=train_size,
+        preset, lr, data, values, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, C=c, r=r, s=s,
+        momentum=momentum, K0=k0, gamma0=gamma0, gamma1=gamma1, kappa=kappa, lookahead=lookahead, gamma=gamma,
+        sampling=sampler, model=model, optimizer=optimizer, precision=precision, encoder=encoder, train_size=train_size,
         diagnostics=diagnostics,
     )  # fmt: skip
     from dpscale.lab import display, presets
@@ -148,6 +156,7 @@ def compare(
     diagnostics: Diagnostics = None,
     data: Folder = None,
     lr: Rate = None,
+    values: Values = None,
     tune: Annotated[bool, typer.Option(help="Search the rate of each method on held-out training data.")] = True,
     workers: Workers = None,
     as_json: Json = False,
@@ -159,9 +168,9 @@ def compare(
       dpscale compare digits --methods dp-sgd,dp-psac,dp-psasc --seeds 5 --out runs/digits
     """
     config = _config(
-        preset, lr, data, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, C=c, r=r, s=s, momentum=momentum,
-        K0=k0, gamma0=gamma0, gamma1=gamma1, kappa=kappa, lookahead=lookahead, gamma=gamma, sampling=sampler,
-        model=model, optimizer=optimizer, precision=precision, encoder=encoder, train_size=train_size,
+        preset, lr, data, values, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, C=c, r=r, s=s,
+        momentum=momentum, K0=k0, gamma0=gamma0, gamma1=gamma1, kappa=kappa, lookahead=lookahead, gamma=gamma,
+        sampling=sampler, model=model, optimizer=optimizer, precision=precision, encoder=encoder, train_size=train_size,
         diagnostics=diagnostics,
     )  # fmt: skip
     from rich.console import Console
@@ -287,6 +296,7 @@ def table2(
     epochs: Epochs = None,
     data: Folder = None,
     encoder: Encoder = None,
+    values: Values = None,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
@@ -297,7 +307,9 @@ def table2(
       dpscale reproduce table2 --presets mnist --seeds 5 --out runs/paper
       dpscale reproduce table2 --budget-minutes 60
     """
-    _experiments(presets_, methods, seeds, out, budget_minutes, data, workers, as_json, epochs=epochs, encoder=encoder)
+    _experiments(
+        presets_, methods, seeds, out, budget_minutes, data, values, workers, as_json, epochs=epochs, encoder=encoder
+    )
 
 
 @reproduce.command()
@@ -310,6 +322,7 @@ def figures(
     epochs: Epochs = None,
     data: Folder = None,
     encoder: Encoder = None,
+    values: Values = None,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
@@ -320,7 +333,7 @@ def figures(
       dpscale reproduce figures --presets mnist --out runs/figures
     """
     _experiments(
-        presets_, methods, seeds, out, budget_minutes, data, workers, as_json,
+        presets_, methods, seeds, out, budget_minutes, data, values, workers, as_json,
         epochs=epochs, encoder=encoder, diagnostics=True, tune=False,
     )  # fmt: skip
 
@@ -333,6 +346,7 @@ def all_(
     out: PaperOut = Path("runs/paper"),
     budget_minutes: Budget = None,
     data: Folder = None,
+    values: Values = None,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
@@ -344,12 +358,12 @@ def all_(
     """
     if not as_json:
         table1(presets_)
-    _experiments(presets_, methods, seeds, out, budget_minutes, data, workers, as_json, diagnostics=True)
+    _experiments(presets_, methods, seeds, out, budget_minutes, data, values, workers, as_json, diagnostics=True)
 
 
 def _experiments(
     names: str | None, methods: str | None, seeds: int | None, out: Path, minutes: float | None, data: Path | None,
-    workers: int | None, as_json: bool, **changes: Any,
+    values: list[str] | None, workers: int | None, as_json: bool, **changes: Any,
 ) -> None:  # fmt: skip
     _require_writable(out)
     from rich.console import Console
@@ -357,7 +371,7 @@ def _experiments(
     from dpscale.lab import display, paper, presets, report
     from dpscale.lab import figures as pictures
 
-    configs = [_config(name, None, data, **changes) for name in _names(names)]
+    configs = [_config(name, None, data, values, **changes) for name in _names(names)]
     with display.experiments_bar(quiet=as_json) as bar:
         found = paper.experiments(
             configs, presets.methods(methods), out, seeds=seeds, workers=workers,
@@ -449,16 +463,39 @@ def _require_writable(folder: Path) -> None:
         raise ValueError(f"Cannot write to the folder {folder}: {error.strerror}. Choose another --out.") from error
 
 
-def _config(name: str, rate: float | None, data: Path | None, **changes: Any) -> Config:
+def _config(name: str, rate: float | None, data: Path | None, values: list[str] | None, **changes: Any) -> Config:
     """The preset with what the command line changes; a momentum that is given is not searched."""
     if data is not None:
         os.environ["DPSCALE_DATA"] = str(data)  # for the processes of a comparison too
-    config = presets.preset(name).replace(**changes)
+    changes |= _values(values or [])
+    try:
+        config = presets.preset(name).replace(**changes)
+    except TypeError as error:
+        told = f"--set {' --set '.join(values or [])}"
+        raise ValueError(f"A value is of the wrong kind in {told}: {error}. A list is written as [1, 2].") from error
     if changes.get("gamma1") is not None:
         config = config.replace(gamma1s=(config.gamma1,))
     if changes.get("K0") is not None or changes.get("gamma0") is not None:
         config = config.replace(inner=((config.K0, config.gamma0),))
     return config if rate is None else config.at_rate(rate)
+
+
+def _values(given: list[str]) -> dict[str, Any]:
+    """What ``--set NAME=VALUE`` says: JSON, or else plain text."""
+    known = {field.name for field in dataclasses.fields(Config)} - {"preset"}
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        require(bool(equals) and name in known, "--set", "NAME=VALUE", f"one of {', '.join(sorted(known))}", text)
+        try:
+            found[name] = _tuples(json.loads(value))
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _command() -> str:

@@ -142,6 +142,7 @@ def _search(
         found[source.name] = {
             "note": NOT_COUNTED,
             "held_out": config.held_out,
+            "epochs": config.trained("search"),
             "searched_for": source.name,
             "tries": [{"choice": choice.to_dict(), "accuracy": runs[choice].accuracy} for choice in tries],
             "chosen": best.to_dict(),

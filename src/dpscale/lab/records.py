@@ -94,8 +94,12 @@ def key(config: Mapping[str, Any], role: str, method: str, seed: int, choice: Ma
 def asked(config: Mapping[str, Any], role: str) -> dict[str, Any]:
     """What of a configuration a run depends on: its choice is named apart, so how it was searched does not matter."""
     wanted = dict(config)
-    for name in ("tune", "grid", "gamma1s", "inner", "rates", "note", *(() if role == "search" else ("held_out",))):
+    for name in ("tune", "grid", "gamma1s", "inner", "rates", "note"):
         wanted.pop(name, None)
+    if role != "search":
+        wanted.pop("held_out", None)
+    if role != "search" or wanted.get("search_epochs") is None:
+        wanted.pop("search_epochs", None)
     return wanted
 
 

@@ -257,10 +257,12 @@ def _search(chosen: Sequence[Record]) -> Iterable[str]:
         return
     first = next(iter(found.values()))
     yield f"<p>{escape(first['note'])}</p>"
+    epochs, whole = first.get("epochs"), chosen[0].config["epochs"]
+    early = f" of {plural(epochs, 'epoch')}" if epochs and epochs < whole else ""
     yield (
-        f"<p>Accuracy on {100 * first['held_out']:g}% of the training data, one run per try, the same number of tries "
-        "for every method. Rates are learning rate × bound / γ1, so that rules of different bounds and momenta of "
-        "different length are treated alike; the choice made is marked.</p>"
+        f"<p>Accuracy on {100 * first['held_out']:g}% of the training data, one run per try{early}, the same number "
+        "of tries for every method. Rates are learning rate × bound / γ1, so that rules of different bounds and "
+        "momenta of different length are treated alike; the choice made is marked.</p>"
     )
     yield '<dl class="tries">'
     for method, search in found.items():

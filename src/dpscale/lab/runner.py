@@ -145,7 +145,7 @@ def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
     model = _model(config, job.seed, data)
     plan = _plan(job, method, data)
     sampling = _sampling(config, data.size)
-    ends = [sampling.steps(epoch) for epoch in range(1, config.epochs + 1)]
+    ends = [sampling.steps(epoch) for epoch in range(1, config.trained(job.role) + 1)]
     watch = _Watch()
     steps = _train_plain(model, job, data, ends[-1]) if plan is None else _train_private(model, plan, job, data, watch)
     curves: dict[str, list[float | None]] = {"epoch": [], "train_loss": [], "accuracy": []}
@@ -280,7 +280,7 @@ def _plan(job: Job, method: Method, data: Data) -> Plan | None:
     return Plan(
         scaling=scaling,
         sampling=_sampling(job.config, data.size),
-        epochs=job.config.epochs,
+        epochs=job.config.trained(job.role),
         noise_multiplier=job.noise_multiplier,
         delta=job.config.delta,
         momentum=method.momentum_of(job.config, job.choice),
