@@ -159,6 +159,7 @@ def test_every_value_of_a_preset_can_be_overridden():
         ({"encoder": "clip"}, "'encoder' parameter of Config must be one of None, simclrv2"),
         ({"epsilon": float("inf")}, "'epsilon' parameter of Config must be a finite number > 0"),
         ({"sampling": "weekly"}, "'sampling' parameter of Config must be one of poisson, full-batch"),
+        ({"average": 1.0}, r"'average' parameter of Config must be a number in \[0, 1\)"),
         ({"search_epochs": 0}, "'search_epochs' parameter of Config must be an integer >= 1"),
         ({"model": "vit"}, "'model' parameter of Config must be one of digits_cnn, paper_cnn"),
     ],
@@ -521,6 +522,32 @@ def _experiment(*found):
     return paper.Experiment(preset="digits", records=list(found), rows=summary.summarize(found), left=0)
 
 
+def test_the_average_of_the_weights_is_what_is_measured(monkeypatch):
+    """A moving average of what every step released, by hand, gives the recorded accuracy and loss."""
+    config = TINY.replace(epochs=1, diagnostics=False, average=0.8)
+    job = runner.Job(
+        config=config, method="dp-sgd", seed=0, choice=presets.Choice(rate=1.0, gamma1=0.1), noise_multiplier=1.0
+    )
+    average, trained = [], runner._train_private
+
+    def by_hand(model, *rest):
+        for step in trained(model, *rest):
+            now = [p.detach().clone() for p in model.parameters()]
+            average[:] = [0.8 * a + 0.2 * p for a, p in zip(average, now, strict=True)] if average else now
+            yield step
+
+    monkeypatch.setattr(runner, "_train_private", by_hand)
+    found = runner.run(job)
+    data = runner.load(config, "final")
+    model = models.MODELS[config.model](tuple(data.train_images.shape[1:]), data.classes)
+    for p, a in zip(model.parameters(), average, strict=True):
+        p.data = a
+    accuracy, loss = runner.evaluate(model, data, config)
+    assert found.accuracy == accuracy and found.loss == pytest.approx(loss, rel=1e-5)
+    plain = runner.run(dataclasses.replace(job, config=config.replace(average=0.0)))
+    assert plain.loss != pytest.approx(loss, rel=1e-3)
+
+
 def test_a_deadline_in_the_past_begins_nothing(tmp_path):
     found = compare.compare(TINY, presets.methods("dp-sgd,dp-psasc"), [0, 1], tmp_path, workers=1, deadline=-1.0)
     assert found == compare.Compared(records=[], left=8) and not list(tmp_path.rglob("*.json"))
@@ -558,7 +585,7 @@ def test_how_a_choice_was_searched_is_no_part_of_a_run():
         key()
     }
     assert key(TINY.replace(held_out=0.3), role="search") != key(role="search")  # it trains on other samples
-    assert key(TINY.replace(search_epochs=1)) == key()
+    assert key(TINY.replace(search_epochs=1)) == key() != key(TINY.replace(average=0.9))
     assert key(TINY.replace(search_epochs=1), role="search") != key(role="search")
 
 

@@ -34,6 +34,8 @@ class Config:
         normalize: (a, b): a pixel x in [0, 1] becomes (x - a)/b. Published constants, not computed here.
         encoder: name in `encoders.ENCODERS`: train on the features of that frozen encoder, each divided by its norm.
         optimizer: name in `OPTIMIZERS`.
+        average: what is measured is the moving average of the weights, which keeps so much of itself at every step; 0:
+            the weights themselves. Released weights are averaged, so it costs no privacy.
         precision: "float32", without TF32, or "bf16": autocast, on CUDA alone.
         momentum: name in `momentum.MOMENTA`, or "none"; of every method that has none of its own.
         gamma1: outer momentum of every method, as in `HeavyBall`: the velocity keeps 1 - gamma1 of itself.
@@ -73,6 +75,7 @@ class Config:
     normalize: tuple[float, float] = (0.0, 1.0)
     encoder: str | None = None
     optimizer: str = "sgd"
+    average: float = 0.0
     precision: str = "float32"
     momentum: str = "heavy-ball"
     gamma1: float = 0.1
@@ -101,6 +104,7 @@ class Config:
         require(self.optimizer in OPTIMIZERS, "Config", "optimizer", f"one of {', '.join(OPTIMIZERS)}", self.optimizer)
         precisions = ("float32", "bf16")
         require(self.precision in precisions, "Config", "precision", f"one of {', '.join(precisions)}", self.precision)
+        require(0 <= self.average < 1, "Config", "average", "a number in [0, 1)", self.average)
         for name in ("train_size", "search_epochs"):
             if getattr(self, name) is not None:
                 require_count("Config", name, getattr(self, name))

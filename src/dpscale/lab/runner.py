@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 from dpscale import diagnostics
@@ -147,6 +148,8 @@ def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
     sampling = _sampling(config, data.size)
     ends = [sampling.steps(epoch) for epoch in range(1, config.trained(job.role) + 1)]
     watch = _Watch()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.average)) if config.average else None
+    measured: nn.Module = model if average is None else average.module
     steps = _train_plain(model, job, data, ends[-1]) if plan is None else _train_private(model, plan, job, data, watch)
     curves: dict[str, list[float | None]] = {"epoch": [], "train_loss": [], "accuracy": []}
     loss = float("nan")
@@ -167,11 +170,15 @@ def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
         watch.on = config.diagnostics and epoch > config.epochs - config.last_epochs
         begun = ends[epoch - 2] if epoch > 1 else 0
         with listening(partial(tell, epoch - 1)):
-            seen = [next(steps) for _ in range(begun, end)]
+            seen = []
+            for _ in range(begun, end):
+                seen.append(next(steps))
+                if average is not None:
+                    average.update_parameters(model)
         if config.diagnostics:
             watch.take(epoch, seen)
         train_loss = _mean([step.loss for step in seen])
-        accuracy, loss = evaluate(model, data, config)
+        accuracy, loss = evaluate(measured, data, config)
         curves["epoch"].append(epoch)
         curves["train_loss"].append(train_loss)
         curves["accuracy"].append(accuracy)
