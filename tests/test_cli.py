@@ -126,8 +126,8 @@ def test_without_json_people_can_read_it():
         (("epsilon", *ONE, "--delta", "1e-5", "--size", "9", "--batch", "10"), "'batch' parameter of Poisson"),
         (("epsilon", *ONE, *MNIST, "--sampler", "lottery"), "lottery"),
         (("nonsense",), "nonsense"),
-        (("compare", "digits", "--set", "colour=1"), "parameter of --set must be one of C, K0, batch"),
-        (("compare", "digits", "--set", "held_out"), "parameter of --set must be one of C, K0, batch"),
+        (("compare", "digits", "--set", "colour=1"), "parameter of --set must be one of C, K0, average"),
+        (("compare", "digits", "--set", "held_out"), "parameter of --set must be one of C, K0, average"),
         (("compare", "digits", "--set", "held_out=2"), "'held_out' parameter of Config must be a number in (0, 1)"),
         (("compare", "digits", "--set", "grid=3"), "wrong kind in --set grid=3"),
     ],
@@ -253,9 +253,9 @@ def test_the_papers_settings_as_a_table_and_as_json(monkeypatch):
 
 
 def test_a_momentum_that_is_given_is_not_searched():
-    config = commands._config("mnist", None, None, gamma1=0.2, K0=3)
+    config = commands._config("mnist", None, None, None, gamma1=0.2, K0=3)
     assert config.gamma1s == (0.2,) and config.inner == ((3, config.gamma0),)
-    assert commands._config("mnist", None, None, gamma1=None).gamma1s == presets.mnist().gamma1s
+    assert commands._config("mnist", None, None, None, gamma1=None).gamma1s == presets.mnist().gamma1s
 
 
 def test_options_reach_the_record(tmp_path):
