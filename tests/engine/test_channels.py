@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpscale
-from dpscale.engine import compiled
+from dpscale.engine import compiled, inductor
 from dpscale.engine.channels import between, channels_last
 from dpscale.engine.compiled import Fast
 from dpscale.engine.reference import reference_sum
@@ -206,7 +206,7 @@ def test_what_several_read_is_written_once():
         return g * 2, g.sum()
 
     graph = make_fx(step)(torch.randn(2, 3, 4, 4)).graph
-    coefficients, *forward, backward = compiled._shared(graph)
+    coefficients, *forward, backward = inductor._shared(graph)
     assert coefficients.target is torch.ops.aten.add.Tensor
     assert [n.args[1] for n in forward] == [0, 1]
     assert backward.target is torch.ops.aten.mul.Tensor  # by the coefficients, after the activation
@@ -216,7 +216,7 @@ def test_what_several_read_is_written_once():
             x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
             return torch.autograd.grad(between(F.max_pool2d, (x, 2), {}).sum(), x)
 
-    places = list(compiled._shared(make_fx(ours)(torch.randn(2, 3, 4, 4)).graph))
+    places = list(inductor._shared(make_fx(ours)(torch.randn(2, 3, 4, 4)).graph))
     assert places
     assert all(n.meta["val"].dtype == torch.int8 for n in places)
 
@@ -233,4 +233,4 @@ def test_a_graph_of_images_is_one_of_convolutions(convolutions, linear, groups, 
     for _ in range(linear):
         graph.call_function(torch.ops.aten.mm.default, (x, x))
     graph.output(x)
-    assert compiled._mostly_convolutions(torch.fx.GraphModule(nn.Module(), graph)) is mostly
+    assert inductor._mostly_convolutions(torch.fx.GraphModule(nn.Module(), graph)) is mostly

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import dpscale
 from dpscale import engine
-from dpscale.engine import compiled, inspection
+from dpscale.engine import compiled, inductor, inspection
 from dpscale.engine.compiled import Fast
 from dpscale.engine.reference import per_sample_gradients
 from dpscale.scaling import Scaling
@@ -56,7 +56,7 @@ class Whole:
 WAYS = {
     "eager": lambda model: partial(dpscale.scaled_sum, model),
     "traced": lambda model: Whole(model, lambda graph, inputs: graph),  # up to the compiler
-    "inductor": lambda model: Whole(model, compiled.inductor),
+    "inductor": lambda model: Whole(model, inductor.inductor),
 }
 """How to compute a scaled sum: ``model -> (loss_fn, batch, rule) -> ScaledSum``."""
 
