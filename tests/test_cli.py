@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dpscale import cli
-from dpscale.lab import commands, compare, paper, presets, records, runner
+from dpscale.lab import compare, options, paper, presets, records, runner
 
 TINY = ["--epochs", "1", "--batch", "64", "--lr", "0.1"]
 MNIST = ["--delta", "1e-5", "--size", "60000", "--batch", "512"]
@@ -39,7 +39,7 @@ def compared(tmp_path_factory):
 
 def test_any_value_of_a_preset_can_be_set(monkeypatch):
     values = ["grid=[0.5, 1]", "inner=[[1, 0.9]]", "search_epochs=1", "note=mine", "held_out=0.3"]
-    config = commands._config("digits", None, None, values, epochs=2)
+    config = options.configured("digits", None, None, values, epochs=2)
     found = config.grid, config.inner, config.search_epochs, config.note, config.held_out, config.epochs
     assert found == ((0.5, 1), ((1, 0.9),), 1, "mine", 0.3, 2)
 
@@ -253,9 +253,9 @@ def test_the_papers_settings_as_a_table_and_as_json(monkeypatch):
 
 
 def test_a_momentum_that_is_given_is_not_searched():
-    config = commands._config("mnist", None, None, None, gamma1=0.2, K0=3)
+    config = options.configured("mnist", None, None, None, gamma1=0.2, K0=3)
     assert config.gamma1s == (0.2,) and config.inner == ((3, config.gamma0),)
-    assert commands._config("mnist", None, None, None, gamma1=None).gamma1s == presets.mnist().gamma1s
+    assert options.configured("mnist", None, None, None, gamma1=None).gamma1s == presets.mnist().gamma1s
 
 
 def test_options_reach_the_record(tmp_path):

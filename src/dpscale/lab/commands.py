@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import shlex
 import sys
 import tempfile
@@ -13,90 +12,26 @@ from typing import Annotated, Any
 
 import typer
 
-from dpscale.checks import require
 from dpscale.lab import presets
+from dpscale.lab.options import Encoder, Epochs, Folder, Values, configured, experiment
 from dpscale.lab.presets import Config
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
-Preset = Annotated[
-    str,
-    typer.Argument(
-        help="Name of an experiment: digits, mnist, fashion-mnist, cifar10-simclr, celeba-male, imagenette.",
-        show_default=False,
-    ),
-]
 Out = Annotated[Path | None, typer.Option(help="Folder of records and report; default: runs/PRESET.")]
-Epsilon = Annotated[float | None, typer.Option(help="Privacy budget; default: the preset's.")]
-Delta = Annotated[float | None, typer.Option(help="Probability outside of it; default: the preset's.")]
-Epochs = Annotated[int | None, typer.Option(help="Passes over the data; default: the preset's.")]
-Batch = Annotated[int | None, typer.Option(help="Expected batch size; default: the preset's.")]
-Momentum = Annotated[
-    str | None,
-    typer.Option(help="heavy-ball, inner-outer, disk, per-sample-ema or none, for methods without one of their own."),
-]
-K0 = Annotated[int | None, typer.Option("--k0", help="Past points of inner momentum; default: the preset's.")]
-Gamma0 = Annotated[float | None, typer.Option(help="Inner momentum: weight of a point per step of its age, in (0, 1].")]
-Kappa = Annotated[float | None, typer.Option(help="disk: share of the new in its average, in (0, 1].")]
-Lookahead = Annotated[float | None, typer.Option(help="disk: how far ahead its second point lies.")]
-Gamma = Annotated[float | None, typer.Option(help="per-sample-ema: share of the new in a sample's average, in (0, 1].")]
-Sampler = Annotated[str | None, typer.Option(help="poisson or full-batch; default: the preset's.")]
-Gamma1 = Annotated[float | None, typer.Option(help="Outer momentum: the velocity keeps 1 - gamma1, in (0, 1].")]
-Encoder = Annotated[str | None, typer.Option(help="cifar10-simclr: name of a frozen encoder; default: the preset's.")]
-TrainSize = Annotated[int | None, typer.Option(min=1, help="Take the first so many training samples.")]
-Model = Annotated[str | None, typer.Option(help="Name of a model; default: the preset's.")]
-Precision = Annotated[str | None, typer.Option(help="float32 or bf16 (on a GPU); default: the preset's.")]
-Optimizer = Annotated[str | None, typer.Option(help="sgd or nadam; default: the preset's.")]
-Diagnostics = Annotated[
-    bool | None,
-    typer.Option("--diagnostics", help="Record norms, weights and gradient similarity. NOT PRIVATE: public data only."),
-]
-Folder = Annotated[
-    Path | None, typer.Option("--data", help="Data folder; default: $DPSCALE_DATA, else the user's cache folder.")
-]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Runs at once; default: 2 on the CPU, on a GPU as many as fit.")
 ]
-Values = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="Any other value of the preset, as NAME=VALUE in JSON: --set held_out=0.2 --set grid=[1,2]."
-    ),
-]
-Rate = Annotated[float | None, typer.Option("--lr", help="Learning rate × bound / gamma1 for every method: no search.")]
 
 
 reproduce = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
+@experiment
 def train(
-    preset: Preset,
+    config: Config,
     method: Annotated[str, typer.Option(help="Name of a method, such as dp-psasc, dp-sgd, non-private.")] = "dp-psasc",
     seed: Annotated[int, typer.Option(min=0, help="Of initialisation, batches and noise.")] = 0,
     out: Out = None,
-    epsilon: Epsilon = None,
-    delta: Delta = None,
-    epochs: Epochs = None,
-    batch: Batch = None,
-    c: Annotated[float | None, typer.Option("--C", help="Constant C of the scaling rules.")] = None,
-    r: Annotated[float | None, typer.Option("--r", help="Constant r of the scaling rules.")] = None,
-    s: Annotated[float | None, typer.Option("--s", help="Constant s of DP-PSASC.")] = None,
-    momentum: Momentum = None,
-    k0: K0 = None,
-    gamma0: Gamma0 = None,
-    gamma1: Gamma1 = None,
-    kappa: Kappa = None,
-    lookahead: Lookahead = None,
-    gamma: Gamma = None,
-    sampler: Sampler = None,
-    model: Model = None,
-    optimizer: Optimizer = None,
-    precision: Precision = None,
-    encoder: Encoder = None,
-    train_size: TrainSize = None,
-    diagnostics: Diagnostics = None,
-    data: Folder = None,
-    lr: Rate = None,
-    values: Values = None,
     as_json: Json = False,
 ) -> None:
     """Train one model and write its record.
@@ -106,17 +41,11 @@ def train(
       dpscale train digits --method dp-psasc --seed 0 --out runs/digits
       dpscale train digits --method dp-psasc --momentum inner-outer --k0 2 --gamma0 0.5 --gamma1 0.1
     """
-    config = _config(
-        preset, lr, data, values, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, C=c, r=r, s=s,
-        momentum=momentum, K0=k0, gamma0=gamma0, gamma1=gamma1, kappa=kappa, lookahead=lookahead, gamma=gamma,
-        sampling=sampler, model=model, optimizer=optimizer, precision=precision, encoder=encoder, train_size=train_size,
-        diagnostics=diagnostics,
-    )  # fmt: skip
     from dpscale.lab import display, presets
     from dpscale.lab.compare import train
 
     chosen = presets.method(method)
-    folder = out or Path("runs") / preset
+    folder = out or Path("runs") / config.preset
     with display.run_bar(chosen.title, quiet=as_json) as bar:
         record = train(config, chosen, seed, folder, command=_command(), on_progress=bar)
     if as_json:
@@ -128,35 +57,12 @@ def train(
     typer.echo(f"Record in {folder}")
 
 
+@experiment
 def compare(
-    preset: Preset,
+    config: Config,
     methods: Annotated[str | None, typer.Option(help="Comma-separated names; default: all, with controls.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per method.")] = 5,
     out: Out = None,
-    epsilon: Epsilon = None,
-    delta: Delta = None,
-    epochs: Epochs = None,
-    batch: Batch = None,
-    c: Annotated[float | None, typer.Option("--C", help="Constant C of the scaling rules.")] = None,
-    r: Annotated[float | None, typer.Option("--r", help="Constant r of the scaling rules.")] = None,
-    s: Annotated[float | None, typer.Option("--s", help="Constant s of DP-PSASC.")] = None,
-    momentum: Momentum = None,
-    k0: K0 = None,
-    gamma0: Gamma0 = None,
-    gamma1: Gamma1 = None,
-    kappa: Kappa = None,
-    lookahead: Lookahead = None,
-    gamma: Gamma = None,
-    sampler: Sampler = None,
-    model: Model = None,
-    optimizer: Optimizer = None,
-    precision: Precision = None,
-    encoder: Encoder = None,
-    train_size: TrainSize = None,
-    diagnostics: Diagnostics = None,
-    data: Folder = None,
-    lr: Rate = None,
-    values: Values = None,
     tune: Annotated[bool, typer.Option(help="Search the rate of each method on held-out training data.")] = True,
     workers: Workers = None,
     as_json: Json = False,
@@ -167,19 +73,13 @@ def compare(
     Example:
       dpscale compare digits --methods dp-sgd,dp-psac,dp-psasc --seeds 5 --out runs/digits
     """
-    config = _config(
-        preset, lr, data, values, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, C=c, r=r, s=s,
-        momentum=momentum, K0=k0, gamma0=gamma0, gamma1=gamma1, kappa=kappa, lookahead=lookahead, gamma=gamma,
-        sampling=sampler, model=model, optimizer=optimizer, precision=precision, encoder=encoder, train_size=train_size,
-        diagnostics=diagnostics,
-    )  # fmt: skip
     from rich.console import Console
 
     from dpscale.lab import compare, display, presets, report, summary
 
     config = config if tune else config.replace(tune=False)
-    chosen, folder, start = presets.methods(methods), out or Path("runs") / preset, time.perf_counter()
-    with display.comparison_bar(f"compare {preset}", quiet=as_json) as bar:
+    chosen, folder, start = presets.methods(methods), out or Path("runs") / config.preset, time.perf_counter()
+    with display.comparison_bar(f"compare {config.preset}", quiet=as_json) as bar:
         found = compare.compare(
             config, chosen, range(seeds), folder, workers=workers, command=_command(), on_finished=bar
         ).records
@@ -190,7 +90,7 @@ def compare(
         shown = [row.to_dict() for row in rows]
         print_json({"rows": shown, "verdict": summary.verdict(rows), "report": str(path), "seconds": round(seconds, 1)})
         return
-    title = f"{preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, {seeds} seeds, 95% intervals"
+    title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, {seeds} seeds, 95% intervals"
     Console(highlight=False).print(display.table(title, rows))
     typer.echo(summary.verdict(rows))
     typer.echo(f"Report: {path}  ({seconds:.0f} s)")
@@ -371,7 +271,7 @@ def _experiments(
     from dpscale.lab import display, paper, presets, report
     from dpscale.lab import figures as pictures
 
-    configs = [_config(name, None, data, values, **changes) for name in _names(names)]
+    configs = [configured(name, None, data, values, **changes) for name in _names(names)]
     with display.experiments_bar(quiet=as_json) as bar:
         found = paper.experiments(
             configs, presets.methods(methods), out, seeds=seeds, workers=workers,
@@ -461,41 +361,6 @@ def _require_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(f"Cannot write to the folder {folder}: {error.strerror}. Choose another --out.") from error
-
-
-def _config(name: str, rate: float | None, data: Path | None, values: list[str] | None, **changes: Any) -> Config:
-    """The preset with what the command line changes; a momentum that is given is not searched."""
-    if data is not None:
-        os.environ["DPSCALE_DATA"] = str(data)  # for the processes of a comparison too
-    changes |= _values(values or [])
-    try:
-        config = presets.preset(name).replace(**changes)
-    except TypeError as error:
-        told = f"--set {' --set '.join(values or [])}"
-        raise ValueError(f"A value is of the wrong kind in {told}: {error}. A list is written as [1, 2].") from error
-    if changes.get("gamma1") is not None:
-        config = config.replace(gamma1s=(config.gamma1,))
-    if changes.get("K0") is not None or changes.get("gamma0") is not None:
-        config = config.replace(inner=((config.K0, config.gamma0),))
-    return config if rate is None else config.at_rate(rate)
-
-
-def _values(given: list[str]) -> dict[str, Any]:
-    """What ``--set NAME=VALUE`` says: JSON, or else plain text."""
-    known = {field.name for field in dataclasses.fields(Config)} - {"preset"}
-    found = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        require(bool(equals) and name in known, "--set", "NAME=VALUE", f"one of {', '.join(sorted(known))}", text)
-        try:
-            found[name] = _tuples(json.loads(value))
-        except json.JSONDecodeError:
-            found[name] = value
-    return found
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _command() -> str:

@@ -4,10 +4,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from rich import box, progress
+from rich import box
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, ProgressColumn, TextColumn
 from rich.table import Table
 
+from dpscale.lab import terminal
 from dpscale.lab.compare import Finished
 from dpscale.lab.paper import Experiment, Setting
 from dpscale.lab.presets import Choice, preset
@@ -102,11 +104,10 @@ def run_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
 
     Nothing without a terminal.
     """
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _: None
-        return
-    with _bar(console) as bar:
+    with terminal.bar(*_columns(), quiet=quiet) as bar:
+        if bar is None:
+            yield lambda _: None
+            return
         task = bar.add_task(title, total=None, state="calibrating", speed="")
         before, start = 0, time.perf_counter()
 
@@ -128,14 +129,11 @@ def run_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
 @contextmanager
 def comparison_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Finished], None]]:
     """A bar over the runs of a comparison; without a terminal one plain line per final run; silent if ``quiet``."""
-    console = Console(stderr=True)
-    if quiet:
-        yield lambda _: None
-        return
-    if not console.is_terminal:
-        yield lambda now: console.print(_line(now), highlight=False, soft_wrap=True)
-        return
-    with _bar(console) as bar:
+    with terminal.bar(*_columns(), quiet=quiet) as bar:
+        if bar is None:
+            console = Console(stderr=True, quiet=quiet)
+            yield lambda now: console.print(_line(now), highlight=False, soft_wrap=True)
+            return
         task = bar.add_task(title, total=None, state="calibrating", speed="")
         start, before = time.perf_counter(), -1
 
@@ -165,14 +163,5 @@ def _line(now: Finished) -> str:
     ).replace("[", "\\[")
 
 
-def _bar(console: Console) -> progress.Progress:
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(bar_width=24),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[state]}"),
-        progress.TextColumn("{task.fields[speed]}"),
-        progress.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
+def _columns() -> tuple[ProgressColumn, ...]:
+    return MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TextColumn("{task.fields[speed]}")

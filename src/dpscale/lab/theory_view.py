@@ -10,10 +10,10 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich import progress
-from rich.console import Console
+from rich.progress import TaskProgressColumn
 from rich.table import Table
 
+from dpscale.lab import terminal
 from dpscale.lab.figures import INK, png
 from dpscale.lab.theory import Fit, OnSteps
 
@@ -236,14 +236,10 @@ def table(found: dict[str, Any]) -> Table:
 @contextmanager
 def bar(*, quiet: bool) -> Iterator[OnSteps]:
     """A bar over simulated steps on stderr; nothing without a terminal."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda *_: None
-        return
-    columns = (progress.BarColumn(bar_width=24), progress.TaskProgressColumn(), progress.TimeRemainingColumn())
-    with progress.Progress(
-        progress.TextColumn("{task.description}"), *columns, console=console, transient=True
-    ) as shown:
+    with terminal.bar(TaskProgressColumn(), quiet=quiet) as shown:
+        if shown is None:
+            yield lambda *_: None
+            return
         task = shown.add_task("theory", total=None)
 
         def show(done: int, total: int, state: str) -> None:

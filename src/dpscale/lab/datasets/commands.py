@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpscale.lab.commands import Json, print_json
+from dpscale.lab.options import Folder
 
 if TYPE_CHECKING:
     from dpscale.lab.datasets.folder import OnProgress
 
 Name = Annotated[
     str, typer.Argument(help="mnist, fashion-mnist, cifar10, celeba-male or imagenette.", show_default=False)
-]
-Folder = Annotated[
-    Path | None, typer.Option("--data", help="The data folder; default: $DPSCALE_DATA, else the user's cache folder.")
 ]
 
 data = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -209,23 +207,16 @@ def _note(text: str) -> None:
 @contextmanager
 def _bar(*, quiet: bool) -> "Iterator[OnProgress]":
     """A bar on stderr, a line for each thing that takes a while. Nothing without a terminal."""
-    from rich import progress
-    from rich.console import Console
+    from rich.progress import TaskID, TextColumn
 
+    from dpscale.lab import terminal
     from dpscale.lab.datasets.folder import Progress, ignore
 
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield ignore
-        return
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(bar_width=24),
-        progress.TextColumn("{task.fields[state]}"),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=console, transient=True) as bar:
-        tasks: dict[str, progress.TaskID] = {}
+    with terminal.bar(TextColumn("{task.fields[state]}"), quiet=quiet) as bar:
+        if bar is None:
+            yield ignore
+            return
+        tasks: dict[str, TaskID] = {}
 
         def show(now: Progress) -> None:
             if now.what not in tasks:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dpscale.lab.commands import Json, print_json
-from dpscale.lab.datasets.commands import Folder
+from dpscale.lab.options import Folder
 
 if TYPE_CHECKING:
     from dpscale.lab.datasets.folder import OnProgress, Progress
@@ -70,21 +70,14 @@ def features(
 @contextmanager
 def _bar(title: str, *, quiet: bool) -> Iterator["OnProgress"]:
     """A bar over images on stderr; nothing without a terminal."""
-    from rich import progress
-    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, TextColumn
 
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(bar_width=24),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[state]}"),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=console, transient=True) as bar:
+    from dpscale.lab import terminal
+
+    with terminal.bar(MofNCompleteColumn(), TextColumn("{task.fields[state]}"), quiet=quiet) as bar:
+        if bar is None:
+            yield lambda _: None
+            return
         task = bar.add_task(title, total=None, state="reading the images")
 
         def show(now: "Progress") -> None:
