@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dpscale import cli
 from dpscale.lab.data import Data
-from dpscale.lab.datasets.folder import data_folder
+from dpscale.lab.datasets.folder import checksum, data_folder
 from dpscale.lab.encoders import ENCODERS, Encoder, encoder, export, features, registry, resnet, simclr, tfjs, weights
 from dpscale.lab.encoders.features import extract, prepare
 
@@ -408,12 +408,12 @@ class TestFilesOfWeights:
     def test_export_in_half_differs_by_rounding(self, tiny, tmp_path):
         source, x = tmp_path / "encoders" / "tiny.safetensors", uniform(4, 3, 32, 32)
         whole, small = tmp_path / "whole.safetensors", tmp_path / "small.safetensors"
-        assert export(tiny, source, whole) == weights.sha256(whole)
+        assert export(tiny, source, whole) == checksum(whole, "sha256")
         export(tiny, source, small, half=True)
         kinds = {tensor.dtype for tensor in weights.read(small).values()}
         assert kinds == {torch.float16, torch.float32}
         assert small.stat().st_size < whole.stat().st_size
-        assert (tmp_path / "small.safetensors.sha256").read_text().split() == [weights.sha256(small), small.name]
+        assert (tmp_path / "small.safetensors.sha256").read_text().split() == [checksum(small, "sha256"), small.name]
         before, same, rounded = (tiny.load(path)(x) for path in (source, whole, small))
         assert torch.equal(same, before) and not torch.equal(rounded, before)
         assert (rounded - before).norm() < 1e-2 * before.norm()
@@ -446,7 +446,7 @@ class TestFeatures:
             "features": 32,
             "data": "Tiny Images",
             "device": "cpu",
-            "weights_sha256": weights.sha256(tmp_path / "encoders" / "tiny.safetensors"),
+            "weights_sha256": checksum(tmp_path / "encoders" / "tiny.safetensors", "sha256"),
         }
         assert {name: stored[name] for name in wanted} == wanted
         assert len(stored["data_sha256"]) == 64 and stored["versions"]["torch"] == torch.__version__

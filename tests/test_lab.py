@@ -20,6 +20,7 @@ from dpscale.lab import (
     compare,
     display,
     figures,
+    files,
     markdown,
     models,
     paper,
@@ -28,6 +29,7 @@ from dpscale.lab import (
     report,
     runner,
     summary,
+    terminal,
 )
 from dpscale.lab.data import digits, hold_out, load
 from dpscale.lab.datasets.folder import DataError
@@ -394,7 +396,7 @@ def test_pixels_are_shifted_and_divided_by_public_constants():
 
 def test_the_bar_says_what_a_run_waits_for(monkeypatch):
     shown = io.StringIO()
-    monkeypatch.setattr(display, "Console", lambda **_: Console(file=shown, force_terminal=True, color_system=None))
+    monkeypatch.setattr(terminal, "Console", lambda **_: Console(file=shown, force_terminal=True, color_system=None))
     waiting = {"step": 0, "steps": 20, "epoch": 0, "loss": float("nan"), "plan": None, "delta": 1e-5}
     with display.run_bar("a run", quiet=False) as show:
         show(runner.Progress(**waiting, phase="compiling"))
@@ -483,7 +485,7 @@ def test_an_empty_file_of_records_is_told(tmp_path):
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(records.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         records.write(tmp_path / "r.json", "text")
     assert list(tmp_path.iterdir()) == []
@@ -546,6 +548,21 @@ def test_the_average_of_the_weights_is_what_is_measured(monkeypatch):
     assert found.accuracy == accuracy and found.loss == pytest.approx(loss, rel=1e-5)
     plain = runner.run(dataclasses.replace(job, config=config.replace(average=0.0)))
     assert plain.loss != pytest.approx(loss, rel=1e-3)
+
+
+def test_a_report_has_what_is_packed_and_what_was_run_since(folder, tmp_path):
+    """Records packed beside a folder and loose ones in it are one experiment, and none is counted twice."""
+    records.pack(folder, tmp_path / "digits.jsonl")
+    out = tmp_path / "digits"
+    since = compare.compare(TINY, presets.methods("dp-sgd"), [0, 1, 2], out, workers=1).records
+    assert [path.name.split("-seed")[1][0] for path in out.glob("*.json")] == ["2"]
+    since[0].save(out)  # now in both places
+    (one,) = paper.load(tmp_path)
+    assert sorted((r.method, r.seed) for r in one.records if r.method == "dp-sgd") == [("dp-sgd", k) for k in range(3)]
+    assert len(one.records) == 9
+    assert records.pack(out, tmp_path / "again.jsonl") == 15
+    keys = [record.key for record in records.load(tmp_path / "again.jsonl")]
+    assert len(set(keys)) == len(keys) == 15
 
 
 def test_a_deadline_in_the_past_begins_nothing(tmp_path):

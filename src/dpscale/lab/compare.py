@@ -65,7 +65,7 @@ def compare(
     """Run what has no record yet, and return the final record of every method and seed.
 
     Args:
-        out: folder of the records; those of the search lie in ``out/search``. What is packed in ``out.jsonl`` beside it
+        out: folder of the records; those of the search lie in ``out/search``. What is packed `records.beside` it
             counts as done too.
         workers: processes; 1 stays in this one. None: two on the CPU, on a GPU as many as fit.
         deadline: by `time.monotonic`; no run is begun after it, and those under way are finished.
@@ -160,7 +160,7 @@ class _Batch:
         self.workers, self.deadline = workers, deadline
         self.done = 0
         self.noise_multiplier: float | None = None
-        packed = out.parent / f"{out.name}.jsonl"
+        packed = records.beside(out)
         self.packed = {record.key: record for record in records.load(packed)} if packed.is_file() else {}
 
     def run(self, jobs: Sequence[Job], pool: Executor | None) -> list[Record]:

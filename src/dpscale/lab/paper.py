@@ -153,7 +153,7 @@ def sources(out: Path) -> list[Path]:
 
 def _loaded(source: Path, like: Record | None) -> Experiment:
     searching = source.is_dir() and (source / "search").is_dir() and not any(source.glob("*.json*"))
-    if searching:
+    if searching and not records.beside(source).is_file():
         return Experiment(preset=source.name, records=[], rows=[], left=0)
     chosen, left_out = summary.select(records.load(source), like)
     rows = summary.summarize(chosen)

@@ -6,13 +6,12 @@ Tables, figures and reports read records and nothing else, so any of them can be
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpscale.lab.files import replacing
 from dpscale.lab.provenance import installed_versions, source_commit
 
 FORMAT = 2
@@ -111,17 +110,9 @@ def file(folder: Path, method: str, seed: int, key: str) -> Path:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: under another name first, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    """Write a file whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def read(path: Path) -> Record:
@@ -132,14 +123,16 @@ def read(path: Path) -> Record:
 def load(source: Path) -> list[Record]:
     """Every record in a folder, in the order of file names, or in one packed file; a ``ValueError`` if there is none.
 
-    A folder's own records are its ``*.json``, one each, and its ``*.jsonl``, packed; those of a search lie in its
-    folder ``search``, or packed with the others.
+    A folder's own records are its ``*.json``, one each, its ``*.jsonl``, packed, and those packed `beside` it; those
+    of a search lie in its folder ``search``, or packed with the others.
     """
     if source.suffix == ".jsonl" and source.is_file():
         found = _unpacked(source)
     elif source.is_dir():
         found = [read(path) for path in sorted(source.glob("*.json"))]
-        found += [record for path in sorted(source.glob("*.jsonl")) for record in _unpacked(path)]
+        packed = [*sorted(source.glob("*.jsonl")), *([beside(source)] if beside(source).is_file() else [])]
+        loose = {record.key for record in found}
+        found += [record for path in packed for record in _unpacked(path) if record.key not in loose]
     else:
         raise ValueError(f"There is no folder {source}. Run 'dpscale compare digits --out {source}' first.")
     if not found:
@@ -148,11 +141,17 @@ def load(source: Path) -> list[Record]:
     return found
 
 
+def beside(folder: Path) -> Path:
+    """The file beside a folder that has records of the same experiment, packed; runs in it are not made again."""
+    return folder.parent / f"{folder.name}.jsonl"
+
+
 def pack(folder: Path, path: Path) -> int:
     """Write the records of ``folder``, its search included, into one file, a line each; return how many."""
     found = load(folder)
     if (folder / "search").is_dir():
-        found += load(folder / "search")
+        tries = load(folder / "search")
+        found = [record for record in found if record.key not in {one.key for one in tries}] + tries
     lines = (json.dumps(r.to_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":")) for r in found)
     write(path, "".join(f"{line}\n" for line in lines))
     return len(found)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpscale.lab.files import replacing
+
 VARIABLE = "DPSCALE_DATA"
 """Environment variable that names the data folder."""
 
-_CHUNK = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EROFS, errno.EPERM)
 
@@ -97,18 +98,10 @@ def staged(target: Path) -> Iterator[Path]:
 @contextmanager
 def whole(path: Path) -> Iterator[Any]:
     """A binary stream whose bytes become the file ``path`` if the block ends well, and else nothing."""
-    with room(path):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+    with room(path), replacing(path) as temporary, temporary.open("wb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 @contextmanager
@@ -145,11 +138,8 @@ class NotWritable(PermissionError):
 
 def checksum(path: Path, kind: str) -> str:
     """``"md5"`` or ``"sha256"`` of a file, in hexadecimal."""
-    state = hashlib.new(kind, usedforsecurity=False)
     with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            state.update(chunk)
-    return state.hexdigest()
+        return hashlib.file_digest(stream, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()
 
 
 def require_checksum(path: Path, kind: str, wanted: str, repair: str) -> None:

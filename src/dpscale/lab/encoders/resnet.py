@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscale.lab.encoders import weights
-from dpscale.lab.encoders.layers import ConvNorm
+from dpscale.lab.encoders.layers import ConvNorm, stages
 
 _EPS = 1e-3
 _MEAN_BGR = (103.939, 116.779, 123.68)
@@ -28,16 +28,9 @@ class ResNet50(nn.Module):
     def __init__(self, blocks: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
         super().__init__()
         self.stem = ConvNorm(3, width, 7, stride=2, bias=True, eps=_EPS)
-        self.stages = nn.ModuleList()
-        channels = width
-        for index, count in enumerate(blocks):
-            filters = width * 2**index
-            stage = nn.ModuleList()
-            for block in range(count):
-                stride = 2 if index > 0 and block == 0 else 1
-                stage.append(Bottleneck(channels, filters, stride=stride, project=block == 0))
-                channels = 4 * filters
-            self.stages.append(stage)
+        self.stages, channels = stages(
+            blocks, width, lambda c, filters, stride, first: Bottleneck(c, filters, stride=stride, project=first)
+        )
         self.classifier = nn.Linear(channels, classes)
         self.register_buffer("mean_bgr", torch.tensor(_MEAN_BGR).view(1, 3, 1, 1), persistent=False)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscale.lab.encoders import weights
-from dpscale.lab.encoders.layers import ConvNorm
+from dpscale.lab.encoders.layers import ConvNorm, stages
 
 
 class SimCLRv2(nn.Module):
@@ -26,16 +26,12 @@ class SimCLRv2(nn.Module):
         super().__init__()
         half = width // 2
         self.stem = nn.ModuleList([ConvNorm(3, half, 3, stride=2), ConvNorm(half, half, 3), ConvNorm(half, width, 3)])
-        self.stages = nn.ModuleList()
-        channels = width
-        for index, count in enumerate(blocks):
-            filters = width * 2**index
-            stage = nn.ModuleList()
-            for block in range(count):
-                stride = 2 if index > 0 and block == 0 else 1
-                stage.append(SelectiveBottleneck(channels, filters, stride=stride, ratio=ratio, project=block == 0))
-                channels = 4 * filters
-            self.stages.append(stage)
+        self.stages, _ = stages(
+            blocks, width,
+            lambda c, filters, stride, first: SelectiveBottleneck(
+                c, filters, stride=stride, ratio=ratio, project=first
+            ),
+        )  # fmt: skip
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
         """Features of RGB images in [0, 1]."""

@@ -1,9 +1,6 @@
 """Files of weights: read, compared with what a model needs, written whole or not at all."""
 
-import hashlib
-import os
 import pickle
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpscale.lab.datasets.folder import room
+from dpscale.lab.files import replacing
 
 _SHOWN = 5
 
@@ -67,26 +65,11 @@ def _some(names: Sequence[str], between: str = ", ") -> str:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file whole or not at all: under another name first, then renamed."""
-    with room(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        os.close(handle)
-        try:
-            safetensors.torch.save_file(dict(tensors), temporary, metadata=dict(metadata))
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+    """Write a safetensors file whole or not at all."""
+    with room(path), replacing(path) as temporary:
+        safetensors.torch.save_file(dict(tensors), temporary, metadata=dict(metadata))
 
 
 def halved(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Kernels and matrices in float16, for transport; vectors stay as they are (variances would overflow)."""
     return {name: tensor.half() if tensor.ndim > 1 else tensor for name, tensor in state.items()}
-
-
-def sha256(path: Path) -> str:
-    """Checksum of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
