@@ -8,6 +8,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+aten = torch.ops.aten
+
+PIECES = 8
+"""Padding in so many pieces: of fewer, the compiler would make one computation of a padded tensor's entries, apart from
+whatever else goes over the entries without padding; of these it writes each into its place."""
+
 
 def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     """torch's own compiler."""
@@ -45,15 +51,116 @@ def _passes(images: bool) -> Any:
             assert module is not None
             # Rules compute some things again that the forward or backward had (a norm's statistics): once is enough.
             # But equal draws are not the same draw.
-            if not any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes):
-                module.graph = fx_graph_cse(graph)
+            merged = fx_graph_cse(graph)
+            if _draws(merged) == _draws(graph):
+                module.graph = merged
+            _pad_once(module.graph)
+            _add_in_place(module.graph)
             for node in _shared(module.graph) if images else ():
                 node.meta["inductor_realize_to_strides"] = True
 
         def uuid(self) -> str:
-            return f"dpscale-passes-1-{images}"  # goes into the key of the compiler's cache
+            return f"dpscale-passes-3-{images}"  # goes into the key of the compiler's cache
 
     return Passes()
+
+
+def _draws(graph: torch.fx.Graph) -> int:
+    """How many operations may be random. Attention counts, though it draws nothing without dropout."""
+    return sum(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes)
+
+
+def _pad_once(graph: torch.fx.Graph) -> None:
+    """What is padded for a kernel of ours is written padded at once, and others read the part without the padding.
+
+    It is the gradient of the outputs for a vocabulary of odd size: often the largest tensor of a step.
+    """
+    pads: dict[Any, list[Any]] = {}
+    for pad in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default):
+        source = _same_order(pad.args[0])
+        if _added_columns(pad) and torch.Tag.pointwise in getattr(source.target, "tags", ()):
+            pads.setdefault(source, []).append(pad)
+    for source, padded in pads.items():
+        value, added = source.meta["val"], max(map(_added_columns, padded))
+        last, columns = value.ndim - 1, value.shape[-1]
+        # Rows that are not of whole lines of memory the compiler would lay out longer, and copy for the kernel.
+        whole_lines = (columns + added) * value.element_size() % 128 == 0
+        if added < PIECES or not whole_lines or not any(_for_kernel(pad) for pad in padded):
+            continue
+        with value.fake_mode, graph.inserting_before(source.next):
+            pieces = [source]
+            for width in (*[1] * (PIECES - 1), added - PIECES + 1):
+                like = {"dtype": value.dtype, "device": value.device}
+                pieces.append(_call(graph, aten.full.default, [*value.shape[:-1], width], 0, **like))
+            whole = _call(graph, aten.cat.default, pieces, last)
+            part = _call(graph, aten.slice.Tensor, whole, last, 0, columns)
+        source.replace_all_uses_with(part, delete_user_cb=lambda user, whole=whole: user is not whole)
+        for pad in padded:
+            with graph.inserting_before(pad):
+                wanted = _call(graph, aten.slice.Tensor, whole, last, 0, columns + _added_columns(pad))
+                wanted = _call(graph, aten.reshape.default, wanted, list(pad.meta["val"].shape))
+            pad.replace_all_uses_with(wanted)
+            graph.erase_node(pad)
+
+
+def _add_in_place(graph: torch.fx.Graph) -> None:
+    """x + (zeros with rows added to them) is x with the rows added: the gradient of a table that is tied to a head."""
+    put = aten.index_put.default
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        first, second, *_ = node.args
+        for rows, other in ((first, second), (second, first)):
+            alone = getattr(rows, "target", None) is put and len(rows.users) == 1 and rows is not other
+            if not alone or node.kwargs or not _zeros_like(rows.args[0], other) or rows.args[3:] != (True,):
+                continue
+            with graph.inserting_before(node):
+                summed = _call(graph, put, other, *rows.args[1:])
+            node.replace_all_uses_with(summed)
+            graph.erase_node(node)
+            graph.erase_node(rows)
+            break
+
+
+def _same_order(node: Any) -> Any:
+    """What ``node`` is a view of, with the same rows of the same length in the same order."""
+    while node.target in (aten.reshape.default, aten.view.default, aten.permute.default):
+        value, given = node.meta["val"], node.args[0].meta["val"]
+        if value.shape[-1] != given.shape[-1] or not value.is_contiguous() or not given.is_contiguous():
+            break
+        node = node.args[0]
+    return node
+
+
+def _added_columns(pad: Any) -> int:
+    """How many columns of zeros a padding puts at the end; 0 if it does anything else."""
+    _, (before, after, *others), *value = pad.args
+    return max(0, after) if before == 0 and not any(others) and value in ([], [0]) else 0
+
+
+def _for_kernel(node: torch.fx.Node) -> bool:
+    """Whether an operation of ours reads it."""
+    return any(
+        _for_kernel(user)
+        if user.target in (aten.unsqueeze.default, aten.reshape.default, aten.view.default)
+        else getattr(user.target, "namespace", "") == "dpscale"
+        for user in node.users
+    )
+
+
+def _zeros_like(node: Any, other: Any) -> bool:
+    value = getattr(other, "meta", {}).get("val")
+    zero = node.target is aten.full.default and node.args[1] == 0
+    return zero and isinstance(value, Tensor) and _kind(value) == _kind(node.meta["val"])
+
+
+def _kind(value: Tensor) -> tuple[Any, ...]:
+    return value.shape, value.dtype, value.device
+
+
+def _call(graph: torch.fx.Graph, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """A new node, with its example value."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta["val"] = target(*torch.fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+    return node
 
 
 def _shared(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:

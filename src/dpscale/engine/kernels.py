@@ -85,8 +85,11 @@ def gram_norm2(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def aligned(t: Tensor) -> Tensor:
-    """On CUDA, rows of a multiple of 16 numbers, as fast loads need: a vocabulary of odd size gets columns of zeros."""
-    odd = -t.shape[-1] % 16
+    """On CUDA, rows of a multiple of 16 numbers, as fast loads need: a vocabulary of odd size gets columns of zeros.
+
+    Long rows are of whole lines of memory (128 bytes), as a compiler lays rows out: it can write them padded at once.
+    """
+    odd = -t.shape[-1] % (128 // t.element_size() if t.shape[-1] > LONG else 16)
     pays = t.is_cuda and (t.element_size() == 2 or t.shape[-1] > 256)
     return torch.nn.functional.pad(t, (0, odd)) if odd and pays else t
 

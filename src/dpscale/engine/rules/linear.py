@@ -147,7 +147,8 @@ class Linear(Rule):
         """An outer-product form for the weight, sums over positions for the bias."""
         g_BTO = call.rows(g).flatten(1, -2)
         if "weight" in call.wanted:
-            a_BTI = call.rows(call.arguments["input"]).flatten(1, -2)
-            yield "weight", Outer(as_multiplied(a_BTI, g), g_BTO)
+            # Rounded first, as autocast does it: a compiler then sees that it is the operand of the forward.
+            a_BTI = call.rows(as_multiplied(call.arguments["input"], g)).flatten(1, -2)
+            yield "weight", Outer(a_BTI, g_BTO)
         if "bias" in call.wanted:
             yield "bias", Dense(wide(g_BTO).sum(1))
