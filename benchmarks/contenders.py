@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import dpscale
 from dpscale.engine.compiled import Fast
-from dpscale.noise import Key, add_noise
+from dpscale.noise import Key, Noise
 from harness import Context, Step
 from models import Task
 
@@ -40,7 +40,7 @@ def plain(compiled: bool) -> Callable[..., Step]:
 def ours(compiled: bool) -> Callable[..., Step]:
     def make(task: Task, model: nn.Module, x: Tensor, y: Tensor, cast: Context) -> Step:
         optimizer, fast = sgd(model), Fast(model)
-        rule, key, count = dpscale.PSASC(C=1.0, s=0.5, r=1e-3), Key(), [0]
+        rule, noise, count = dpscale.PSASC(C=1.0, s=0.5, r=1e-3), Noise(Key()), [0]
         mask = torch.ones(len(x), dtype=torch.bool, device=x.device)
         parameters = dict(model.named_parameters())
 
@@ -54,7 +54,7 @@ def ours(compiled: bool) -> Callable[..., Step]:
                 out = fast(loss_fn, (x, y), rule, mask)
             else:
                 out = dpscale.scaled_sum(model, loss_fn, (x, y), rule, mask)
-            add_noise(out.grads, 1.0, key, count[0])
+            noise.add(out.grads, 1.0, count[0])
             torch._foreach_div_(list(out.grads.values()), len(x))
             for name, mean in out.grads.items():
                 parameters[name].grad = mean

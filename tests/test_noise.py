@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpscale
-from dpscale.noise import Key, add_noise
+from dpscale.noise import Key, Noise
 
 FALSE_FAILURE = 1e-6
 WIDTH = 200_000
@@ -87,14 +87,28 @@ def test_noise_is_fresh_at_every_step():
 
 def test_an_empty_batch_is_noise_alone():
     sums = {"w": torch.zeros(WIDTH)}
-    add_noise(sums, 2.0, Key(1), 1)
+    Noise(Key(1)).add(sums, 2.0, 1)
     assert accepts(sums["w"], 2.0)
 
 
 def test_noise_is_independent_between_parameters():
     noisy = {"a": torch.zeros(WIDTH), "b": torch.zeros(WIDTH)}
-    add_noise(noisy, 1.0, Key(1), 1)
+    Noise(Key(1)).add(noisy, 1.0, 1)
     assert abs(torch.corrcoef(torch.stack([noisy["a"], noisy["b"]]))[0, 1]) < 6 / np.sqrt(WIDTH)
+
+
+@pytest.mark.parametrize("chunk", [10, 1 << 24])
+def test_what_is_left_of_the_last_step_does_not_change_the_next(monkeypatch, chunk):
+    """The room for noise is kept between steps, and so are its views; sums of other shapes may come."""
+    monkeypatch.setattr("dpscale.noise.CHUNK", chunk)
+    small, shaped, large = {"a": (8,), "b": (4, 2)}, {"a": (2, 4), "b": (4, 2)}, {"a": (30, 2), "b": (4, 2)}
+    kept = Noise(Key(1))
+    for step, sizes in enumerate([small, small, shaped, large, small, {"a": (7,)}], start=1):
+        # Transposed, a tensor is not cut into pieces, and the room must grow.
+        sums, fresh = ({n: torch.zeros(shape[::-1]).t() for n, shape in sizes.items()} for _ in range(2))
+        kept.add(sums, 2.0, step)
+        Noise(Key(1)).add(fresh, 2.0, step)
+        assert all(torch.equal(sums[n], t) and t.abs().min() > 0 for n, t in fresh.items())
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64, 1000])
@@ -103,7 +117,7 @@ def test_noise_does_not_depend_on_the_chunks_it_is_drawn_in(monkeypatch, chunk):
 
     def noise():
         tensors = {"a": torch.zeros(60), "b": torch.zeros(5, 3).t(), "c": torch.zeros(()), "d": torch.zeros(8, 9)}
-        add_noise(tensors, 2.0, Key(1), 1)
+        Noise(Key(1)).add(tensors, 2.0, 1)
         return tensors
 
     whole = noise()
@@ -117,7 +131,7 @@ def test_noise_does_not_depend_on_the_chunks_it_is_drawn_in(monkeypatch, chunk):
 def test_noise_is_drawn_in_float32(dtype):
     """Trap 8: noise in bfloat16 has 8 bits; these entries need more than 16 to write down."""
     noise = torch.zeros(1000, dtype=dtype)
-    add_noise({"w": noise}, 1.0, Key(1), 1)
+    Noise(Key(1)).add({"w": noise}, 1.0, 1)
     assert (noise != noise.bfloat16().to(dtype)).float().mean() > 0.9
     assert torch.equal(noise, noise.float().to(dtype))
 

@@ -299,9 +299,12 @@ class _Outer(Course):
             torch._foreach_mul_(fresh, self._fresh)
         if self._carried == 0:
             return
-        if self._average:
-            torch._foreach_add_(fresh, [self._average[n] for n in sums], alpha=self._carried)
-        self._average = {n: t.clone() for n, t in sums.items()}
+        if not self._average:
+            self._average = {n: t.clone() for n, t in sums.items()}
+            return
+        average = [self._average[n] for n in sums]
+        torch._foreach_add_(fresh, average, alpha=self._carried)
+        torch._foreach_copy_(average, fresh)
 
 
 class _Ring(_Outer):

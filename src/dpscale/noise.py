@@ -46,31 +46,58 @@ CHUNK = 1 << 24
 """How many numbers of noise to hold at once."""
 
 
-def add_noise(sums: Mapping[str, Tensor], std: float, key: Key, step: int) -> None:
-    """Add N(0, std²) to every entry of the sums, independently, in place.
+class Noise:
+    """The noise of a run: a fresh stream for every step. The room that it is drawn into is kept between steps."""
 
-    Guarantee: each call draws fresh noise for its (key, step); it is the caller's part to call once per logical batch.
+    def __init__(self, key: Key) -> None:
+        self._key = key
+        self._rooms: dict[torch.device, _Room] = {}
 
-    | std | result                             |
-    |-----|------------------------------------|
-    | 0   | the sums: no noise, and no privacy |
+    def add(self, sums: Mapping[str, Tensor], std: float, step: int) -> None:
+        """Add N(0, std²) to every entry of the sums, independently, in place.
 
-    Args:
-        sums: float32 (or wider) tensors by name.
-        std: absolute, not relative to anything: a plan's ``noise_std``.
-        key: the run's.
-        step: number of the logical batch.
-    """
-    if std == 0:
-        return
-    for device in dict.fromkeys(t.device for t in sums.values()):
-        draw = _standard_normal(key, f"noise/{step}/{device}", device)
-        # One draw and one fused addition for many tensors: hundreds of small ones cost more to launch than to do.
-        for pieces in _chunks([t for t in sums.values() if t.device == device]):
-            noise = draw(sum(t.numel() for t in pieces)).split([t.numel() for t in pieces])
-            torch._foreach_add_(
-                pieces, [n.view(t.shape).to(t.dtype) for n, t in zip(noise, pieces, strict=True)], alpha=std
-            )
+        Guarantee: each call draws fresh noise for its (key, step); it is the caller's part to call once per logical
+        batch.
+
+        | std | result                             |
+        |-----|------------------------------------|
+        | 0   | the sums: no noise, and no privacy |
+
+        Args:
+            sums: float32 (or wider) tensors by name.
+            std: absolute, not relative to anything: a plan's ``noise_std``.
+            step: number of the logical batch.
+        """
+        if std == 0:
+            return
+        for device in dict.fromkeys(t.device for t in sums.values()):
+            draw = _standard_normal(self._key, f"noise/{step}/{device}", device)
+            # One draw and one fused addition for many tensors: hundreds of small ones cost more to launch than to do.
+            for k, pieces in enumerate(_chunks([t for t in sums.values() if t.device == device])):
+                room = self._rooms.setdefault(device, _Room(device))
+                numbers, noise = room.like(k, pieces)
+                draw(numbers)
+                torch._foreach_add_(pieces, noise, alpha=std)
+
+
+class _Room:
+    """Where noise is drawn: one stretch of numbers on a device, and views of it in the shapes of each chunk."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = torch.empty(0, dtype=torch.float32, device=device)
+        self._views: dict[int, list[Tensor]] = {}
+
+    def like(self, chunk: int, pieces: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """(The numbers to draw, the same in the shapes of the pieces.)"""
+        count = sum(t.numel() for t in pieces)
+        if count > len(self._numbers):
+            self._numbers = self._numbers.new_empty(count)
+            self._views.clear()
+        views = self._views.get(chunk, [])
+        if [v.shape for v in views] != [t.shape for t in pieces]:
+            parts = self._numbers[:count].split([t.numel() for t in pieces])
+            views = self._views[chunk] = [n.view(t.shape) for n, t in zip(parts, pieces, strict=True)]
+        return self._numbers[:count], views
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -88,14 +115,14 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield held
 
 
-def _standard_normal(key: Key, label: str, device: torch.device) -> Callable[[int], Tensor]:
-    """A stream of float32 numbers. On an accelerator its own generator draws them, keyed by 64 bits and, on CUDA,
-    started at one of 2⁶⁰ places of its counter."""
+def _standard_normal(key: Key, label: str, device: torch.device) -> Callable[[Tensor], object]:
+    """A stream of float32 numbers, drawn into a tensor. On an accelerator its own generator draws them, keyed by 64
+    bits and, on CUDA, started at one of 2⁶⁰ places of its counter."""
     if device.type == "cpu":
-        numbers = key.generator(label)
-        return lambda count: torch.from_numpy(numbers.standard_normal(count, dtype=np.float32))
+        stream = key.generator(label)
+        return lambda numbers: stream.standard_normal(dtype=np.float32, out=numbers.numpy())
     bits = key.derive(label)
     generator = torch.Generator(device).manual_seed(bits & (2**64 - 1))
     if device.type == "cuda":
         generator.set_offset((bits >> 64 & (2**60 - 1)) * 4)
-    return lambda count: torch.randn(count, dtype=torch.float32, device=device, generator=generator)
+    return lambda numbers: numbers.normal_(generator=generator)

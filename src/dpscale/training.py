@@ -18,7 +18,7 @@ from dpscale.engine import LossFn, ScaledSum, batch_size, per_sample_sum, requir
 from dpscale.engine.compiled import Fast
 from dpscale.engine.loop import Recorder
 from dpscale.momentum import Course, Weights
-from dpscale.noise import Key, add_noise
+from dpscale.noise import Key, Noise
 from dpscale.plan import Plan
 from dpscale.sampling import pad
 
@@ -65,6 +65,7 @@ class Private:
         self._draws = 0  # batches handed out, used or not: none is drawn twice
         self._loops = 0
         self._key = Key(seed)
+        self._noise = Noise(self._key)
         self._micro_batch = micro_batch
         self._drawn: Tensor | None = None  # mask of the batch that was drawn and not yet used
         self._unstepped = False
@@ -139,7 +140,8 @@ class Private:
             loss_fn: ``loss_fn(model, batch)`` -> per-sample losses, shape (B,).
         """
         mask = self._take(batch)
-        points = self._begun(len(mask)).points()
+        parameters = trainable(self.model)
+        points = self._begun(parameters, len(mask)).points()
         sums: dict[str, Tensor] = {}
         reports = []
         for rows, part, part_mask in _split(batch, mask, self._micro_batch):
@@ -149,7 +151,7 @@ class Private:
             sums = {n: sums[n] + g if n in sums else g for n, g in out.grads.items()}
             reports.append(out)
         report = _report(reports, mask)
-        self._release(sums, report)
+        self._release(parameters, sums, report)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return report
@@ -167,11 +169,13 @@ class Private:
             return self._fast(loss_fn, batch, rule, mask, several, keep=keep)
         return scaled_sum(self.model, loss_fn, batch, rule, mask, several and [(c, w) for c, w in several if c])
 
-    def _begun(self, samples: int) -> Course:
+    def _begun(self, parameters: Mapping[str, Tensor], samples: int) -> Course:
         """The momentum's memory, made at the first step: only then is the model where it stays."""
-        momentum, parameters = self.plan.momentum, trainable(self.model)
+        momentum = self.plan.momentum
+        if self._course is not None and momentum is None:
+            return self._course
         found = {n: (p.shape, p.dtype, p.device) for n, p in parameters.items()}
-        if self._course is not None and momentum is not None and found != self._remembered:
+        if self._course is not None and found != self._remembered:
             other = sorted(set(found.items()) ^ set(self._remembered.items()), key=str)[0][0]
             raise RuntimeError(
                 f"{type(momentum).__name__} remembers every trainable parameter since the first step, and {other!r} "
@@ -205,11 +209,12 @@ class Private:
                 "memory of it, and backward() sees one forward at the present ones. Call private.step(batch, loss_fn)."
             )
         mask = self._take(losses)
-        self._begun(len(mask))
+        parameters = trainable(self.model)
+        self._begun(parameters, len(mask))
         with _memory_advice(self._micro_batch):
             out = self._recorder.scaled_sum(losses, self.plan.scaling, mask)
         report = _report([out], mask)
-        self._release(out.grads, report)
+        self._release(parameters, out.grads, report)
         self._unstepped = True
         return report
 
@@ -232,20 +237,20 @@ class Private:
         )  # fmt: skip
         return self._drawn.to(device)
 
-    def _release(self, sums: dict[str, Tensor], report: StepReport) -> None:
+    def _release(self, parameters: Mapping[str, Tensor], sums: dict[str, Tensor], report: StepReport) -> None:
         """Book the step, add the noise once, divide by the expected batch size, and hand over to the optimizer."""
         if bool(report.ignored) and int(report.ignored) == int(report.mask.sum()):
             require_finite(self.model)
         self._drawn = None
         self._recorder.stop()
         self.steps_taken += 1
-        add_noise(sums, self.plan.noise_std, self._key, self.steps_taken)
+        self._noise.add(sums, self.plan.noise_std, self.steps_taken)
         assert self._course is not None
         self._course.release(sums)
         torch._foreach_div_(list(sums.values()), self.plan.expected_batch)
-        parameters = trainable(self.model)
         for name, mean in sums.items():
-            parameters[name].grad = mean.to(parameters[name].dtype)
+            p = parameters[name]
+            p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
 
     def _stepped(self, *_: Any) -> None:
         self._unstepped = False
@@ -346,6 +351,10 @@ def _split(batch: Any, mask: Tensor, rows: int) -> Iterator[tuple[slice, Any, Te
 
 
 def _report(parts: list[Any], mask: Tensor) -> StepReport:
-    losses, norms, weights = (torch.cat([getattr(p, f) for p in parts]) for f in ("losses", "norms", "weights"))
+    losses, norms, weights = (_together([getattr(p, f) for p in parts]) for f in ("losses", "norms", "weights"))
     loss = losses.where(mask, 0).sum() / mask.sum().clamp(min=1)
     return StepReport(loss, losses, norms, weights, mask, sum(p.ignored for p in parts))
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -23,6 +23,7 @@ from dpscale.engine.rules.linear import Linear
 from dpscale.engine.rules.matmul import AddMM, MatMul
 from dpscale.engine.rules.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from dpscale.engine.rules.transposed import TransposedConvolution
+from dpscale.engine.structure import structure
 
 SCALINGS = [
     dpscale.Clip(C=0.3),
@@ -323,7 +324,7 @@ def traced(model, loss, batch, rule):
     def run(data):
         return loss(model, data)
 
-    blueprint = next(blueprints(model, ("traced", signature(model, batch)), parameters, run, batch))
+    blueprint = next(blueprints(model, ("traced", signature(structure(model), batch)), parameters, run, batch))
     mask = torch.ones(len(batch[0]), dtype=torch.bool)
 
     def step(*data):

@@ -19,6 +19,7 @@ from dpscale.engine.errors import UnsupportedModel as UnsupportedModel
 from dpscale.engine.inspection import inspect
 from dpscale.engine.phases import phase
 from dpscale.engine.rules.forms import Dense
+from dpscale.engine.structure import Structure, structure
 from dpscale.engine.taint import inconclusive
 from dpscale.engine.taint import require_finite as require_finite
 from dpscale.scaling import Scaling
@@ -111,7 +112,7 @@ def _summed(
     def run(data: Any) -> Tensor:
         return check_losses(loss_fn(model, data), batch_size(data)[0])
 
-    for blueprint in blueprints(model, (identity(loss_fn), signature(model, batch)), parameters, run, batch):
+    for blueprint in blueprints(model, (identity(loss_fn), signature(structure(model), batch)), parameters, run, batch):
         try:
             captures, grads, losses = evaluate(parameters, run, batch, blueprint, mask, points)
             break
@@ -205,10 +206,10 @@ def backward(
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """The parameters to train, by name; a tied parameter appears once."""
-    parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    parameters = structure(model).trainable
     if not parameters:
         raise ValueError("The model has no trainable parameter. Set requires_grad_(True) on what should be trained.")
-    return parameters
+    return dict(parameters)
 
 
 def batch_size(batch: Any) -> tuple[int, torch.device]:
@@ -278,15 +279,15 @@ def identity(loss_fn: LossFn) -> Any:
         return owner, loss_fn
 
 
-def signature(model: nn.Module, batch: Any) -> Any:
-    """When this changes, what the inspection found may no longer hold.
+def signature(found: Structure, batch: Any) -> Any:
+    """When this changes, what the inspection of a model of that structure found may no longer hold.
 
     The shape of a sample is part of it, its length too: a forward may go another way for long sequences (time first)
     through the same operations, with sizes that happen to divide. The number of samples is not.
     """
     return (
-        tuple(m.training for m in model.modules()),
-        tuple(n for n, p in model.named_parameters() if p.requires_grad),
+        found.training,
+        tuple(found.trainable),
         str(tree_structure(batch)),
         tuple((t.dtype, t.shape[1:]) for t in tree_leaves(batch) if isinstance(t, Tensor)),
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),

@@ -32,13 +32,13 @@ from dpscale.engine import (
     identity,
     scaled_sum,
     signature,
-    trainable,
 )
 from dpscale.engine.capture import Blueprint, BlueprintMismatch
 from dpscale.engine.channels import channels_last
 from dpscale.engine.combine import gradients, weigh
 from dpscale.engine.inductor import inductor
 from dpscale.engine.phases import cold_start, phase
+from dpscale.engine.structure import structure
 from dpscale.scaling import Scaling
 
 log = logging.getLogger("dpscale")
@@ -128,7 +128,7 @@ class Compiled:
 
         data = [leaves[k] for k in self._tensors]
         self._strides = [t.stride() for t in data]
-        self._storage = [t.data_ptr() for t in self._values()]
+        self._storage = self._places()
         with phase("tracing"), sdpa_kernel(_ATTENTION):
             graph = traced(step, [*self._values(), *data, mask], mask.is_cuda)
         # Tensors that are no inputs (buffers, frozen parameters) are held by reference: as buffers of the graph they
@@ -167,7 +167,10 @@ class Compiled:
     def moved(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether a parameter is no longer where it was, or another one (`load_state_dict(assign=True)`, `to`)."""
         same = all(self._points[-1][n] is parameters.get(n) for n in self._names)
-        return not same or [t.data_ptr() for t in self._values()] != self._storage
+        return not same or self._places() != self._storage
+
+    def _places(self) -> list[int]:
+        return [w[n].data_ptr() for w in self._points for n in self._names]
 
     def _values(self) -> list[Tensor]:
         return [*(w[n].detach() for w in self._points for n in self._names), self._coefficients]
@@ -233,8 +236,9 @@ class Fast:
         if not bool(answer.finite):  # a rare sample that needs the second look
             return scaled_sum(self._model, loss_fn, batch, rule, mask, counting)
         grads = {n: g.clone() for n, g in answer.grads.items()} if keep else answer.grads
-        rest = {n: getattr(answer, n).clone() for n in ("norms", "weights", "ignored", "losses")}
-        return ScaledSum(grads=grads, **rest)
+        rest = {n: getattr(answer, n).clone() for n in ("norms", "weights", "losses")}
+        # All are finite, so none was ignored: said on the CPU, where it can be read without waiting.
+        return ScaledSum(grads=grads, ignored=torch.zeros((), dtype=torch.int64), **rest)
 
     def _compiled(
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, points: Points | None
@@ -242,8 +246,9 @@ class Fast:
         leaves = tree_leaves(batch)
         shapes = tuple(t.shape if isinstance(t, Tensor) else (type(t), repr(t)) for t in leaves)
         places = tuple(id(weights) for _, weights in points or ())  # a compiled step keeps them alive
-        key = (identity(loss_fn), signature(self._model, batch), shapes, rule, places)
-        parameters = trainable(self._model)
+        found = structure(self._model)
+        key = (identity(loss_fn), signature(found, batch), shapes, rule, places)
+        parameters = found.trainable
         known = self._known.get(key)
         if known is not None and known.moved(parameters):
             del self._known[key]

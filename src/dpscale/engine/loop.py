@@ -16,6 +16,7 @@ from dpscale.engine import ScaledSum, backward, blueprints, check_losses, exactl
 from dpscale.engine.capture import Capture
 from dpscale.engine.combine import combine, gradients
 from dpscale.engine.errors import UnsupportedModel
+from dpscale.engine.structure import structure
 from dpscale.engine.taint import Watch
 from dpscale.scaling import Scaling
 
@@ -91,7 +92,7 @@ class Recorder:
             return [t for t in tree_leaves(model(*a, **k)) if isinstance(t, Tensor)]
 
         batch = [flat[k].detach() for k in rows]
-        key = ("forward", signature(model, batch), tuple(t.shape[1:] for t in batch))
+        key = ("forward", signature(structure(model), batch), tuple(t.shape[1:] for t in batch))
         parameters = trainable(model)
         blueprint = next(blueprints(model, key, parameters, run, batch))
         self._running = Capture(parameters, None, blueprint, samples)

@@ -1,0 +1,154 @@
+"""What is kept of a model's structure follows every change that a user can make to it."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from dpscale.engine.structure import structure
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 3)
+        self.norm = nn.LayerNorm(2)
+        self.again = self.a  # a module under two names
+        self.tied = nn.Parameter(torch.zeros(3))
+        self.b.bias = self.tied  # a parameter under two names
+        self.nothing = None
+        self.register_parameter("none", None)
+        self.last = nn.Linear(1, 1)
+
+
+def truth(model):
+    found = [(n, id(p)) for n, p in model.named_parameters() if p.requires_grad]
+    return found, [m.training for m in model.modules()]
+
+
+def told(model):
+    found = structure(model)
+    return [(n, id(p)) for n, p in found.trainable.items()], list(found.training)
+
+
+def freeze(model):
+    model.a.weight.requires_grad_(False)
+
+
+def evaluate(model):
+    model.norm.eval()
+
+
+def replace(model):
+    model.b.weight = nn.Parameter(torch.ones(3, 2))
+
+
+def untie(model):
+    model.b.bias = nn.Parameter(torch.zeros(3))
+
+
+def grow(model):
+    model.more = nn.Linear(2, 2)
+
+
+def grow_deep(model):
+    model.norm.more = nn.Sequential(nn.Linear(1, 1))
+
+
+def shrink(model):
+    model.norm = None
+
+
+def rename(model):
+    model.other = model.b
+    del model.b
+
+
+def rename_last(model):
+    model.final = model.last
+    del model.last
+
+
+def rename_parameter(model):
+    model.norm.shift = model.norm.bias
+    del model.norm.bias
+
+
+def swap(model):
+    model.a, model.b = model.b, model.a
+
+
+def share(model):
+    model.again = nn.Linear(2, 2)
+
+
+def fill(model):
+    model.none = nn.Parameter(torch.zeros(1))
+
+
+def assign(model):
+    model.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        freeze,
+        evaluate,
+        replace,
+        untie,
+        grow,
+        grow_deep,
+        shrink,
+        rename,
+        rename_last,
+        rename_parameter,
+        swap,
+        share,
+        fill,
+        assign,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_every_change_is_seen(change):
+    model = Shared()
+    assert told(model) == truth(model)
+    before = truth(model)
+    change(model)
+    assert truth(model) != before and told(model) == truth(model)
+
+
+def test_a_replaced_parameter_is_not_taken_for_the_one_whose_place_in_memory_it_got():
+    model = nn.Linear(2, 2, bias=False)
+    for _ in range(50):
+        structure(model)
+        model.weight = None
+        model.weight = nn.Parameter(torch.zeros(2, 2))  # may well lie where the last one lay
+        assert structure(model).trainable["weight"] is model.weight
+
+
+def test_what_did_not_change_is_not_walked_through_again(monkeypatch):
+    model = Shared()
+    structure(model)
+    monkeypatch.setattr(nn.Module, "named_parameters", lambda *_: pytest.fail("walked"))
+    assert list(structure(model).trainable) == [
+        "tied", "a.weight", "a.bias", "b.weight", "norm.weight", "norm.bias", "last.weight", "last.bias",
+    ]  # fmt: skip
+
+
+def test_a_cycle_of_modules_ends():
+    outer, inner = nn.Sequential(), nn.Sequential(nn.Linear(1, 1))
+    outer.add_module("inner", inner)
+    inner.add_module("outer", outer)
+    assert told(outer) == truth(outer)
+
+
+def test_a_model_is_not_kept_alive():
+    model = nn.Linear(2, 2)
+    structure(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
