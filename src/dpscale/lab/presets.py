@@ -374,7 +374,9 @@ def fashion_mnist() -> Config:
         C=0.25,
         r=1e-3,
         s=0.55,
+        precision="bf16",
         **_SEARCH,
+        search_epochs=30,
         rates=_rates(0.7),
         note="The paper trains on 40,000 of the 60,000 images and does not say which; here they are the first.",
     )
