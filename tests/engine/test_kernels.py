@@ -78,6 +78,28 @@ def test_products_agree_with_their_twin(name, sizes, dtype):
 
 
 @on_cuda
+@pytest.mark.parametrize("shifted", [False, True], ids=["in-place", "shifted"])
+@pytest.mark.parametrize(
+    "shape", [(5, 256, 384, 1168), (64, 197, 400, 136), (1, 40, 64, 72), (3, 64, 768, 48), (2, 1, 64, 64)]
+)
+def test_weighted_sums_of_rows_leave_out_what_has_no_weight(shape, shifted):
+    """Rows that begin at odd places are read another way than those that blocks can be fetched of."""
+    samples, positions, channels, outputs = shape
+    x, g = (torch.randn(samples, positions, n + shifted, device="cuda").bfloat16() for n in (channels, outputs))
+    x, g = (t[..., int(shifted) :].unsqueeze(1) for t in (x, g))
+    assert kernels._fetched(x) == kernels._fetched(g) == (not shifted)
+    weights = torch.rand(samples, device="cuda")
+    expected = torch.einsum("b,bto,btc->oc", weights.double(), g[:, 0].double(), x[:, 0].double())
+    found = kernels.weigh(x, g, weights)[0]
+    assert (found.double() - expected).norm() <= 1e-6 * expected.norm()
+    assert torch.equal(found, kernels.weigh(x, g, weights)[0])
+    weights[-1] = 0
+    x[-1, :, -1], g[-1, :, 0] = torch.inf, torch.nan
+    expected = torch.einsum("b,bto,btc->oc", weights[:-1].double(), g[:-1, 0].double(), x[:-1, 0].double())
+    assert (kernels.weigh(x, g, weights)[0].double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+@on_cuda
 def test_weighted_products_are_bounded_by_the_squares():
     """The released part of one sample is exactly weight times product: no rounding of w·g to 16 bits comes between."""
     x, g, window = operands("same", 64, 64, samples=1, dtype=torch.bfloat16, device="cuda")

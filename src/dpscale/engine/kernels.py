@@ -23,6 +23,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
@@ -312,6 +313,37 @@ if triton is not None:
         else:
             tl.store(squares + part * tl.num_programs(0) + tile, tl.sum(tl.sum(acc * acc, 1), 0))
 
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _weigh_rows_kernel(  # type: ignore[no-untyped-def]
+        x, g, weights, out, samples, each, chunks, tiles_c, outputs, channels,
+        BO: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    ):  # fmt: skip
+        """`_products_kernel` for one tap and mode "weigh", with blocks that the memory's own engine fetches.
+
+        The loop over one sample's positions does nothing but multiply, so that products follow each other without a
+        wait. Past the last position and column a block is zero.
+        """
+        tile = tl.program_id(0)
+        part = tl.program_id(1)
+        o0 = tile // tiles_c * BO
+        c0 = tile % tiles_c * BC
+        first = part * each
+        acc = tl.zeros((BO, BC), dtype=tl.float32)
+        weight = tl.full((), 1.0, tl.float32)
+        for b in range(first, tl.minimum(first + each, samples)):
+            given = tl.load(weights + b)
+            now = tl.where(given != 0.0, given, weight)
+            acc *= weight / now
+            weight = now
+            for chunk in tl.range(0, tl.where(given != 0.0, chunks, 0), num_stages=STAGES):
+                g_tile = g.load([b, chunk * BK, o0]).reshape(BK, BO)
+                x_tile = x.load([b, chunk * BK, c0]).reshape(BK, BC)
+                acc = tl.dot(tl.trans(g_tile), x_tile, acc)
+        os = o0 + tl.arange(0, BO)
+        cs = c0 + tl.arange(0, BC)
+        where = out + part.to(tl.int64) * outputs * channels + os.to(tl.int64)[:, None] * channels + cs[None, :]
+        tl.store(where, acc * weight, mask=(os < outputs)[:, None] & (cs < channels)[None, :])
+
 
 def _blocks(length: int, samples: int) -> tuple[int, int]:
     """(Positions in a tile, pairs of tiles on or above the diagonal). Large tiles where there are programs enough."""
@@ -392,6 +424,31 @@ def _launch(
     return squares
 
 
+def _fetched(t: Tensor) -> bool:
+    """Whether the memory's engine (from Hopper on) fetches blocks of its rows: they must begin at multiples of 16 bytes
+    and be worth a block."""
+    starts = [t.data_ptr(), *(step * t.element_size() for step in t.stride()[:-1])]
+    able = torch.cuda.get_device_capability(t.device)[0] >= 9 and t.stride(-1) == 1
+    return able and t.shape[-1] > 32 and all(start % 16 == 0 for start in starts)
+
+
+def _launch_rows(x: Tensor, g: Tensor, weights: Tensor, out: Tensor, parts: int) -> None:
+    """Run `_weigh_rows_kernel` over ``parts`` runs of samples."""
+    samples, _, positions, channels = x.shape
+    outputs = g.shape[-1]
+    bo, bc, bk, warps = _shape(channels, outputs, x.element_size())
+    blocks = [
+        TensorDescriptor(t, [samples, positions, t.shape[-1]], [t.stride(0), t.stride(2), 1], [1, bk, width])
+        for t, width in ((x, bc), (g, bo))
+    ]
+    tiles_c = -(-channels // bc)
+    launch: Any = _weigh_rows_kernel[(-(-outputs // bo) * tiles_c, parts)]
+    launch(
+        *blocks, weights, out, samples, -(-samples // parts), -(-positions // bk), tiles_c, outputs, channels,
+        BO=bo, BC=bc, BK=bk, STAGES=3, num_warps=warps,
+    )  # fmt: skip
+
+
 def _shape(channels: int, outputs: int, size: int) -> tuple[int, int, int, int]:
     """(Outputs, channels and positions in a tile, warps): of the operands alone, so that all modes agree."""
     bo, bc = (128 if n > 64 else 64 if n > 32 else 32 if n > 16 else 16 for n in (outputs, channels))
@@ -453,7 +510,10 @@ def _weigh_products(x: Tensor, g: Tensor, weights: Tensor, window: Sequence[int]
     parts = _weighted_parts(x, g, window)
     shape = parts, window[0] * window[1], g.shape[-1], x.shape[-1]
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _launch("weigh", x, g, weights, out, window, precision, parts)
+    if list(window) == POINT.numbers() and x.shape[1] == 1 and _fetched(x) and _fetched(g):
+        _launch_rows(x, g, weights, out, parts)
+    else:
+        _launch("weigh", x, g, weights, out, window, precision, parts)
     return out.sum(0) if parts > 1 else out.view(shape[1:])
 
 
