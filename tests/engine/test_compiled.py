@@ -176,6 +176,81 @@ def test_parameters_that_moved_are_found_again():
     torch.testing.assert_close(twice.norms, 2 * once.norms)
 
 
+def counted(model):
+    """A fast path, and a list that grows with every compilation."""
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph
+
+    return Fast(model, backend), made
+
+
+def squares(model, batch):
+    return model(batch[0])[:, 0] ** 2
+
+
+def test_a_new_lambda_at_every_step_is_compiled_once():
+    model, x, mask = nn.Linear(3, 1), torch.randn(4, 3), torch.ones(4, dtype=torch.bool)
+    fast, made = counted(model)
+    norms = [fast(lambda m, b: squares(m, b), (x,), dpscale.Clip(C=1.0), mask).norms for _ in range(20)]
+    assert len(made) == 1
+    torch.testing.assert_close(norms[-1], norms[0])
+
+
+def test_a_number_that_changed_is_not_the_one_that_was_compiled():
+    model, x, mask = nn.Linear(3, 1), torch.randn(4, 3), torch.ones(4, dtype=torch.bool)
+    fast, made = counted(model)
+    factor = 1.0
+
+    def loss_fn(model, batch):
+        return factor * squares(model, batch)
+
+    once = fast(loss_fn, (x,), dpscale.Clip(C=1.0), mask)
+    factor = 3.0
+    thrice = fast(loss_fn, (x,), dpscale.Clip(C=1.0), mask)
+    torch.testing.assert_close(thrice.norms, 3 * once.norms)
+    assert len(made) == 2
+
+
+def test_a_tensor_that_changes_in_place_is_followed():
+    model, x, mask = nn.Linear(3, 1), torch.randn(4, 3), torch.ones(4, dtype=torch.bool)
+    fast, made = counted(model)
+    factor = torch.ones(())
+
+    def loss_fn(model, batch):
+        return factor * squares(model, batch)
+
+    once = fast(loss_fn, (x,), dpscale.Clip(C=1.0), mask)
+    factor.fill_(3.0)
+    thrice = fast(loss_fn, (x,), dpscale.Clip(C=1.0), mask)
+    torch.testing.assert_close(thrice.norms, 3 * once.norms)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("what", ["loss_fn", "samples", "batches"])
+def test_after_so_many_compilations_it_runs_eagerly_and_says_why(caplog, what):
+    model, rule = nn.Sequential(nn.AdaptiveAvgPool1d(3), nn.Linear(3, 1)), dpscale.Clip(C=1.0)
+    fast, made = counted(model)
+    caplog.set_level(logging.WARNING, logger="dpscale")
+    for k in range(module.MOST + 3):
+        x = torch.randn(4 + k * (what == "batches"), 3 + k * (what == "samples"))
+        factor = 1.0 + k * (what == "loss_fn")
+
+        def loss_fn(model, batch, factor=factor):
+            return factor * squares(model, batch)
+
+        mask = torch.ones(len(x), dtype=torch.bool)
+        out = fast(loss_fn, (x,), rule, mask)
+        expected = dpscale.scaled_sum(model, loss_fn, (x,), rule, mask)
+        torch.testing.assert_close(out.norms, expected.norms)
+    assert len(made) == module.MOST
+    (said,) = caplog.messages
+    reason = {"loss_fn": "reads numbers that change", "samples": "Pad samples", "batches": "ever new sizes"}[what]
+    assert "eagerly" in said and reason in said
+
+
 def test_two_draws_are_two_draws():
     """Merging equal operations must leave random ones apart: torch.normal of one mean, drawn twice."""
 

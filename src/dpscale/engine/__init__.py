@@ -1,7 +1,6 @@
 """Per-sample gradient norms and their weighted sum, in one forward and one backward."""
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from dpscale.checks import is_number, require
 from dpscale.engine.capture import Blueprint, BlueprintMismatch, Capture
 from dpscale.engine.combine import Weighted, combine, edges, gradients
 from dpscale.engine.errors import UnsupportedModel as UnsupportedModel
+from dpscale.engine.identity import identity
 from dpscale.engine.inspection import inspect
 from dpscale.engine.phases import phase
 from dpscale.engine.rules.forms import Dense
@@ -112,7 +112,8 @@ def _summed(
     def run(data: Any) -> Tensor:
         return check_losses(loss_fn(model, data), batch_size(data)[0])
 
-    for blueprint in blueprints(model, (identity(loss_fn), signature(structure(model), batch)), parameters, run, batch):
+    known_by = identity(loss_fn, numbers=False), signature(structure(model), batch)
+    for blueprint in blueprints(model, known_by, parameters, run, batch):
         try:
             captures, grads, losses = evaluate(parameters, run, batch, blueprint, mask, points)
             break
@@ -268,15 +269,6 @@ def check_points(points: Points | None, parameters: Mapping[str, Tensor]) -> Poi
             f"a point without a fitting {wrong[:3]}", "Take them from dict(model.named_parameters()).",
         )  # fmt: skip
     return points
-
-
-def identity(loss_fn: LossFn) -> Any:
-    """What tells one loss function from another without keeping it alive. A bound method is new at every access."""
-    owner = getattr(loss_fn, "__self__", loss_fn)
-    try:
-        return weakref.ref(owner), getattr(loss_fn, "__func__", None)
-    except TypeError:  # cannot be referred to weakly, so it is kept: an id alone could come to mean another function
-        return owner, loss_fn
 
 
 def signature(found: Structure, batch: Any) -> Any:

@@ -11,7 +11,7 @@ the eager path: the graph says whether it was needed, and the caller then asks t
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,13 @@ from dpscale.engine import (
     check_losses,
     evaluate,
     exactly,
-    identity,
     scaled_sum,
     signature,
 )
 from dpscale.engine.capture import Blueprint, BlueprintMismatch
 from dpscale.engine.channels import channels_last
 from dpscale.engine.combine import gradients, weigh
+from dpscale.engine.identity import identity
 from dpscale.engine.inductor import inductor
 from dpscale.engine.phases import cold_start, phase
 from dpscale.engine.structure import structure
@@ -45,6 +45,9 @@ log = logging.getLogger("dpscale")
 
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 """All but the memory-efficient one: in a graph that holds its forward and backward together it fails to launch."""
+
+MOST = 8
+"""Steps that are compiled for one run; each takes up to a minute, and on CUDA the memory of a step."""
 
 Evaluate = Callable[[Points, Any, Tensor], Any]
 """(points, batch, mask) -> (captures, gradients at their edges, losses)."""
@@ -204,6 +207,24 @@ def _laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
+class _Key(NamedTuple):
+    """What a compiled step is for."""
+
+    loss_fn: Any
+    batch: Any
+    shapes: Any
+    rule: Scaling
+    points: Any
+
+
+_ADVICE = {
+    "loss_fn": "loss_fn is another one time and again, or reads numbers that change. Define it once, and give it what "
+    "changes as part of the batch or as a tensor that is changed in place",
+    "batch": "samples come in ever new shapes, or the model is switched time and again. Pad samples to one length",
+    "shapes": "batches come in ever new sizes",
+}
+
+
 class Fast:
     """`scaled_sum` for a training loop: compiled where it can be, eager where it cannot, with one line saying why.
 
@@ -214,7 +235,8 @@ class Fast:
 
     def __init__(self, model: nn.Module, backend: Backend = inductor) -> None:
         self._model, self._backend = model, backend
-        self._known: dict[Any, Compiled | None] = {}
+        self._known: dict[_Key, Compiled | None] = {}
+        self._explained = False
 
     def __call__(
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, points: Points | None = None, *,
@@ -247,7 +269,7 @@ class Fast:
         shapes = tuple(t.shape if isinstance(t, Tensor) else (type(t), repr(t)) for t in leaves)
         places = tuple(id(weights) for _, weights in points or ())  # a compiled step keeps them alive
         found = structure(self._model)
-        key = (identity(loss_fn), signature(found, batch), shapes, rule, places)
+        key = _Key(identity(loss_fn, numbers=True), signature(found, batch), shapes, rule, places)
         parameters = found.trainable
         known = self._known.get(key)
         if known is not None and known.moved(parameters):
@@ -257,7 +279,11 @@ class Fast:
             def run(data: Any) -> Tensor:
                 return check_losses(loss_fn(self._model, data), batch_size(data)[0])
 
-            for blueprint in blueprints(self._model, key[:2], parameters, run, batch):
+            if len(self._known) >= MOST:
+                self._explain(key)
+                return None
+            known_by = identity(loss_fn, numbers=False), key.batch
+            for blueprint in blueprints(self._model, known_by, parameters, run, batch):
                 if blueprint.provisional:
                     return None  # not yet: this batch could not show whether samples are kept apart
 
@@ -279,3 +305,12 @@ class Fast:
                     self._known[key] = None
                 break
         return self._known[key]
+
+    def _explain(self, key: _Key) -> None:
+        """Say once why nothing more is compiled: by what most of the steps so far differ from this one."""
+        if self._explained:
+            return
+        self._explained = True
+        differ = {part: sum(getattr(k, part) != getattr(key, part) for k in self._known) for part in _ADVICE}
+        reason = _ADVICE[max(differ, key=lambda part: differ[part])]
+        log.warning("dpscale: runs eagerly from here on, not compiled: %d steps are compiled, and %s.", MOST, reason)
