@@ -1,0 +1,101 @@
+"""What the host spends on a private step: everything but the computation itself.
+
+    python benchmarks/host.py                              # a small CNN and a ViT
+    python benchmarks/host.py --tasks vit-s16 --profile    # and where the time goes
+
+A step waits for the device once, to learn whether every norm is finite; what the host does from there to the start of
+the next step leaves the device idle unless noise and update take longer. Here the compiled step is replaced by its
+answer, computed once, and the noise is not drawn: what is left is `private.batches` and `private.step` as users call
+them, with momentum and SGD, on tensors of a few numbers each. Processor time of this thread, the least of five runs.
+"""
+
+import argparse
+import cProfile
+import pstats
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import dpscale
+import dpscale.noise
+from dpscale.engine.compiled import Fast
+from dpscale.lab.models import normed_cnn
+from dpscale.momentum import HeavyBall
+from models import GPT2, ViT
+
+STEPS, RUNS = 100, 5
+TASKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mnist-cnn": (normed_cnn, (1, 28, 28)),
+    "vit-s16": (lambda: ViT(width=12, heads=2, image=32), (3, 32, 32)),
+    "gpt2": (lambda: GPT2(vocabulary=101, width=12, heads=2, length=8), (8,)),
+}
+"""Models with as many tensors and modules as the real ones, and samples."""
+
+
+def losses(model: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    out = model(batch[0])
+    return F.cross_entropy(out.flatten(1, -2).mean(1) if out.ndim > 2 else out, batch[1], reduction="none")
+
+
+def answered(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """In place of a compiler: the answer to the first batch, whatever is asked."""
+    answer = graph(*inputs)
+    return lambda *_: answer
+
+
+def stepping(name: str) -> tuple[Callable[[], None], nn.Module]:
+    make, shape = TASKS[name]
+    torch.manual_seed(0)
+    model = make()
+    x = torch.randint(0, 100, (64, *shape)) if len(shape) == 1 else torch.randn(64, *shape)
+    plan = dpscale.Plan(
+        scaling=dpscale.PSASC(C=1.0, s=0.5, r=1e-3), sampling=dpscale.Poisson(size=64, batch=16),
+        steps=(RUNS + 1) * STEPS + 10, noise_multiplier=1.0, momentum=HeavyBall(gamma1=0.1),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
+    private = dpscale.privatize(model, optimizer, plan, seed=0, compile=True)
+    private._fast = Fast(model, answered)
+    batches = iter(private.batches(TensorDataset(x, torch.randint(0, 10, (64,)))))
+
+    def step() -> None:
+        private.step(next(batches), losses)
+
+    for _ in range(10):
+        step()
+    return step, model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--profile", action="store_true", help="list the functions that take longest")
+    args = parser.parse_args()
+    unknown = sorted(set(args.tasks.split(",")) - set(TASKS))
+    if unknown:
+        raise SystemExit(f"Unknown: {', '.join(unknown)}. Tasks are {', '.join(TASKS)}.")
+    torch.set_num_threads(1)
+    dpscale.noise._standard_normal = lambda *_: lambda numbers: numbers  # type: ignore[assignment]
+    print(f"torch {torch.__version__}, {'task':<10} {'tensors':>8} {'modules':>8} {'ms a step':>10}")
+    for name in args.tasks.split(","):
+        step, model = stepping(name)
+        taken = []
+        for _ in range(RUNS):
+            start = time.thread_time()
+            for _ in range(STEPS):
+                step()
+            taken.append(1e3 * (time.thread_time() - start) / STEPS)
+        counts = len(list(model.parameters())), len(list(model.modules()))
+        print(f"{'':<{len(torch.__version__) + 7}} {name:<10} {counts[0]:>8} {counts[1]:>8} {min(taken):>10.2f}")
+        if args.profile:
+            profile = cProfile.Profile()
+            profile.runcall(lambda step=step: [step() for _ in range(STEPS)])
+            pstats.Stats(profile).sort_stats("cumulative").print_stats(30)
+
+
+if __name__ == "__main__":
+    main()
