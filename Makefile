@@ -7,7 +7,7 @@ ARGS   ?=
 .PHONY: demo test test-compiled lint bench clean
 
 demo: $(VENV)/.lab            ## compare the methods on handwritten digits; writes runs/digits/report.html
-	$(BIN)/dpscale compare digits --out runs/digits
+	$(BIN)/dpscale compare digits --diagnostics --out runs/digits
 
 test: $(VENV)/.test           ## the whole suite, or a part: make test ARGS='tests/engine'
 	$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import dpscale
 from dpscale.engine import blueprints, evaluate, signature, trainable
 from dpscale.engine.combine import gradients, weigh
+from dpscale.engine.modules import structure
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.rules.activation import PReLU
 from dpscale.engine.rules.arithmetic import Arithmetic
@@ -23,7 +24,6 @@ from dpscale.engine.rules.linear import Linear
 from dpscale.engine.rules.matmul import AddMM, MatMul
 from dpscale.engine.rules.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from dpscale.engine.rules.transposed import TransposedConvolution
-from dpscale.engine.structure import structure
 
 SCALINGS = [
     dpscale.Clip(C=0.3),

@@ -15,11 +15,11 @@ from dpscale.checks import is_number, require
 from dpscale.engine.capture import Blueprint, BlueprintMismatch, Capture
 from dpscale.engine.combine import Weighted, combine, edges, gradients
 from dpscale.engine.errors import UnsupportedModel as UnsupportedModel
-from dpscale.engine.identity import identity
+from dpscale.engine.functions import identity
 from dpscale.engine.inspection import inspect
+from dpscale.engine.modules import Structure, structure
 from dpscale.engine.phases import phase
 from dpscale.engine.rules.forms import Dense
-from dpscale.engine.structure import Structure, structure
 from dpscale.engine.taint import inconclusive
 from dpscale.engine.taint import require_finite as require_finite
 from dpscale.scaling import Scaling

@@ -35,10 +35,10 @@ from dpscale.engine import (
 from dpscale.engine.capture import Blueprint, BlueprintMismatch
 from dpscale.engine.channels import channels_last
 from dpscale.engine.combine import gradients, weigh
-from dpscale.engine.identity import identity
+from dpscale.engine.functions import identity
 from dpscale.engine.inductor import inductor
+from dpscale.engine.modules import structure
 from dpscale.engine.phases import cold_start, phase
-from dpscale.engine.structure import structure
 from dpscale.scaling import Scaling
 
 log = logging.getLogger("dpscale")

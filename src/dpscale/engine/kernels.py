@@ -64,13 +64,17 @@ def from_grams(gram_a: Tensor, gram_g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gram_norm2(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms of Σ_t g_t a_tᵀ, and the norms of the terms, by the kernel."""
+    """Squared norms of Σ_t g_t a_tᵀ, and the norms of the terms, by the kernel.
+
+    The kernels leave sums of a few parts to whoever compiles around them: they go along with what follows.
+    """
     if not a_BTI.is_cuda:
         return gram_norm2_plain(a_BTI.float(), g_BTO.float())
     length, long = a_BTI.shape[1], max(a_BTI.shape[2], g_BTO.shape[2]) > LONG
     if not long:
         a, g = (_rows_side_by_side(aligned(t)) for t in (a_BTI, g_BTO))
-        return _both(torch.ops.dpscale.gram_norm2(a, g, _precision()))
+        parts, sizes = torch.ops.dpscale.gram_norm2(a, g, _precision())
+        return parts.sum(1), sizes
     # One operand is so long that a sample's few tiles would keep few processors busy for long: its tiles are made in
     # parts, and are small enough to be written.
     tiles_a, tiles_g = (
@@ -97,11 +101,6 @@ def aligned(t: Tensor) -> Tensor:
 
 def _precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
-def _both(found: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    squares, sizes = found
-    return squares, sizes
 
 
 # -- products --------------------------------------------------------------------------------------------------------
@@ -166,8 +165,8 @@ def weigh(x_BHWC: Tensor, g_BRSO: Tensor, weights_B: Tensor, window: Window = PO
     if not x_BHWC.is_cuda:
         return torch.einsum("b,btoc->toc", weights, products_plain(x_BHWC, g_BRSO, window))
     x, g = _rows_side_by_side(x_BHWC), _rows_side_by_side(g_BRSO)
-    found: Tensor = torch.ops.dpscale.weigh_products(x, g, weights, window.numbers(), _precision())
-    return found
+    parts: Tensor = torch.ops.dpscale.weigh_products(x, g, weights, window.numbers(), _precision())
+    return parts.sum(0) if len(parts) > 1 else parts[0]
 
 
 def weigh_wide(a_BTI: Tensor, g_BTO: Tensor, weights_B: Tensor) -> Tensor:
@@ -369,12 +368,13 @@ def _gram_norm2(a: Tensor, g: Tensor, precision: str) -> tuple[Tensor, Tensor]:
         a, g, out, sizes, t, i, g.shape[2], pairs, *a.stride()[:2], *g.stride()[:2],
         BLOCK=block, BK=128 // a.element_size(), PRECISION=precision, num_warps=8 if block == 128 else 4, num_stages=3,
     )  # fmt: skip
-    return out.sum(1), sizes
+    return out, sizes
 
 
 @_gram_norm2.register_fake
 def _(a: Tensor, g: Tensor, precision: str) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape[0], dtype=torch.float32), a.new_empty(a.shape[:2], dtype=torch.float32)
+    shape = len(a), _blocks(a.shape[1], len(a))[1]
+    return a.new_empty(shape, dtype=torch.float32), a.new_empty(a.shape[:2], dtype=torch.float32)
 
 
 @torch.library.custom_op("dpscale::gram_tiles", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
@@ -514,9 +514,10 @@ def _weigh_products(x: Tensor, g: Tensor, weights: Tensor, window: Sequence[int]
         _launch_rows(x, g, weights, out, parts)
     else:
         _launch("weigh", x, g, weights, out, window, precision, parts)
-    return out.sum(0) if parts > 1 else out.view(shape[1:])
+    return out
 
 
 @_weigh_products.register_fake
 def _(x: Tensor, g: Tensor, weights: Tensor, window: Sequence[int], precision: str) -> Tensor:
-    return x.new_empty(window[0] * window[1], g.shape[-1], x.shape[-1], dtype=torch.float32)
+    shape = _weighted_parts(x, g, window), window[0] * window[1], g.shape[-1], x.shape[-1]
+    return x.new_empty(shape, dtype=torch.float32)

@@ -16,7 +16,7 @@ from dpscale.engine import ScaledSum, backward, blueprints, check_losses, exactl
 from dpscale.engine.capture import Capture
 from dpscale.engine.combine import combine, gradients
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.structure import structure
+from dpscale.engine.modules import structure
 from dpscale.engine.taint import Watch
 from dpscale.scaling import Scaling
 

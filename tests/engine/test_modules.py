@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpscale.engine.structure import structure
+from dpscale.engine.modules import structure
 
 
 class Shared(nn.Module):

@@ -9,7 +9,7 @@ from types import FunctionType
 import torch
 from torch import nn
 
-from dpscale.engine.identity import identity
+from dpscale.engine.functions import identity
 
 scale = 1.0
 
