@@ -235,7 +235,7 @@ class Private:
             samples == len(self._drawn), "step", "batch", f"of {len(self._drawn)} rows, as drawn (padding included)",
             samples, "Pass on every row; the padding is masked inside.",
         )  # fmt: skip
-        return self._drawn.to(device)
+        return self._drawn.to(device, non_blocking=True)
 
     def _release(self, parameters: Mapping[str, Tensor], sums: dict[str, Tensor], report: StepReport) -> None:
         """Book the step, add the noise once, divide by the expected batch size, and hand over to the optimizer."""

@@ -255,10 +255,10 @@ class Fast:
         if compiled is None:
             return scaled_sum(self._model, loss_fn, batch, rule, mask, counting)
         answer = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]])
-        if not bool(answer.finite):  # a rare sample that needs the second look
-            return scaled_sum(self._model, loss_fn, batch, rule, mask, counting)
         grads = {n: g.clone() for n, g in answer.grads.items()} if keep else answer.grads
         rest = {n: getattr(answer, n).clone() for n in ("norms", "weights", "losses")}
+        if not bool(answer.finite):  # waits for the device; a rare sample needs the second look
+            return scaled_sum(self._model, loss_fn, batch, rule, mask, counting)
         # All are finite, so none was ignored: said on the CPU, where it can be read without waiting.
         return ScaledSum(grads=grads, ignored=torch.zeros((), dtype=torch.int64), **rest)
 
