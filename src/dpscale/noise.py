@@ -72,10 +72,11 @@ class Noise:
             return
         for device in dict.fromkeys(t.device for t in sums.values()):
             draw = _standard_normal(self._key, f"noise/{step}/{device}", device)
+            if device not in self._rooms:
+                self._rooms[device] = _Room(device)
             # One draw and one fused addition for many tensors: hundreds of small ones cost more to launch than to do.
             for k, pieces in enumerate(_chunks([t for t in sums.values() if t.device == device])):
-                room = self._rooms.setdefault(device, _Room(device))
-                numbers, noise = room.like(k, pieces)
+                numbers, noise = self._rooms[device].like(k, pieces)
                 draw(numbers)
                 torch._foreach_add_(pieces, noise, alpha=std)
 
