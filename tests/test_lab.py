@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import re
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpscale import PSAC, PSASC, Plan, Poisson, diagnostics, privatize
+from dpscale.engine.phases import listening
 from dpscale.lab import (
     compare,
     display,
@@ -36,6 +38,7 @@ from dpscale.lab.datasets.folder import DataError
 from dpscale.lab.presets import METHODS, Choice
 from dpscale.momentum import HeavyBall, InnerOuter
 from dpscale.noise import Key
+from dpscale.training import Private
 
 TINY = presets.digits().replace(epochs=2, batch=64, grid=(0.05, 0.2), last_epochs=1, diagnostics=True)
 
@@ -622,6 +625,81 @@ def test_two_processes_give_what_one_gives(tmp_path):
     one = compare.compare(config, presets.methods("dp-sgd"), [0, 1], tmp_path / "one", workers=1)
     two = compare.compare(config, presets.methods("dp-sgd"), [0, 1], tmp_path / "two", workers=2)
     assert [r.curves for r in one.records] == [r.curves for r in two.records]
+
+
+def test_a_step_is_compiled_once_for_all_runs_that_take_it():
+    jobs = [
+        job("non-private"),
+        job("dp-sgd"),
+        job("dp-sgd", role="search", choice=Choice(rate=0.3, gamma1=0.3)),  # another rate and momentum, the same step
+        job("dp-psasc"),
+        job("psac-lr-over-s"),
+        job("dp-psac"),  # the control's rule
+        job("psac-r-over-s"),  # another constant
+        job("dp-psasc-star", choice=Choice(rate=0.1, K0=1, gamma0=0.5)),
+        job("dp-psasc-star", choice=Choice(rate=0.1, K0=1, gamma0=0.9)),  # coefficients are no part of it
+        job("dp-psasc-star", choice=Choice(rate=0.1, K0=2, gamma0=0.9)),
+    ]
+    chosen = compare.kinds(jobs)
+    assert [compare.step_of(one)[1] for one in chosen] == [3, 2, 1, 1, 1, 1]
+    assert len({compare.step_of(one)[0] for one in chosen}) == 4
+    assert len({compare.step_of(one) for one in jobs if one.method != "non-private"}) == len(chosen)
+
+
+def test_compilations_go_side_by_side_and_a_failure_waits_for_its_turn(monkeypatch):
+    asked = []
+
+    class Pool:
+        def __init__(self, places, *_, initializer, initargs):
+            asked.append((places, initargs))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def submit(self, function, one):
+            assert function is runner.rehearse
+            asked.append(one.method)
+            done = Future()
+            done.set_exception(RuntimeError("no memory"))
+            return done
+
+    monkeypatch.setattr(compare, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(compare, "_room", lambda config: 100)
+    monkeypatch.setattr(compare.os, "cpu_count", lambda: 16)
+    told = []
+    with listening(told.append):
+        compare.compile_ahead([job("dp-sgd"), job("dp-psac")])
+    assert asked == [(2, (8,)), "dp-sgd", "dp-psac"] and told == ["compiling", None]
+    compare.compile_ahead([])
+    assert len(asked) == 3
+
+
+def test_on_a_gpu_steps_are_compiled_before_runs_that_share_them(tmp_path, monkeypatch):
+    ahead = []
+    monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compare, "compile_ahead", lambda jobs: ahead.append([one.method for one in jobs]))
+    config = TINY.replace(epochs=1, grid=(0.1,))
+    done = compare.compare(config, presets.methods("dp-sgd,dp-psasc,psac-r-over-s"), [0], tmp_path, workers=2)
+    assert ahead == [["dp-sgd", "dp-psasc"], ["psac-r-over-s"]] and done.left == 0
+
+
+def test_a_rehearsal_takes_one_step_and_leaves_nothing(monkeypatch):
+    steps = []
+    taken = Private.step
+    monkeypatch.setattr(Private, "step", lambda self, *rest: steps.append(taken(self, *rest)) or steps[-1])
+    runner.rehearse(job("dp-psasc-star", role="search", choice=Choice(rate=0.1, K0=1, gamma0=0.5)))
+    assert len(steps) == 1
+
+
+def test_tries_on_a_gpu_have_the_shape_of_final_runs():
+    whole, part = (SimpleNamespace(train_labels=SimpleNamespace(is_cuda=True), size=n) for n in (1437, 1150))
+    final = Poisson(size=1437, batch=64).physical_batch
+    assert runner._rows(TINY, whole) == runner._rows(TINY, part) == final > Poisson(size=1150, batch=51).physical_batch
+    part.train_labels.is_cuda = False
+    assert runner._rows(TINY, part) is None
 
 
 # -- summary ---------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from dpscale.checks import require
+from dpscale.engine.phases import phase
 from dpscale.lab import models, records, runner
 from dpscale.lab.presets import METHODS, Choice, Config, Method, searched
 from dpscale.lab.provenance import installed_versions
@@ -106,10 +107,14 @@ def fitting(config: Config) -> int:
     """How many runs go side by side: two on the CPU; on a GPU, where small models leave it idle, what memory holds."""
     if not torch.cuda.is_available():
         return 2
-    each = models.memory(config.model, runner.shape(config), config.batch)
-    fit = int(torch.cuda.mem_get_info()[0] / 2**30 / each)
     most = 2 if config.model.startswith("resnet9") else 14  # a large model fills the GPU by itself
-    return max(1, min(fit, most, (os.cpu_count() or 2) - 1))
+    return max(1, min(_room(config), most, (os.cpu_count() or 2) - 1))
+
+
+def _room(config: Config) -> int:
+    """How many runs a GPU's memory holds."""
+    each = models.memory(config.model, runner.shape(config), config.batch)
+    return int(torch.cuda.mem_get_info()[0] / 2**30 / each)
 
 
 def _search(
@@ -160,6 +165,7 @@ class _Batch:
         self.workers, self.deadline = workers, deadline
         self.done = 0
         self.noise_multiplier: float | None = None
+        self.compiled: set[Any] = set()
         packed = records.beside(out)
         self.packed = {record.key: record for record in records.load(packed)} if packed.is_file() else {}
 
@@ -187,6 +193,9 @@ class _Batch:
         if pool is None:
             yield from (run(job) for job in ready if self._in_time())
             return
+        if torch.cuda.is_available() and self._in_time():
+            compile_ahead([job for job in kinds(jobs) if step_of(job) not in self.compiled])
+            self.compiled |= {step_of(job) for job in jobs}
         under_way: set[Future[Record]] = set()
         try:
             while True:
@@ -203,6 +212,37 @@ class _Batch:
 
     def _in_time(self) -> bool:
         return self.deadline is None or time.monotonic() < self.deadline
+
+
+def step_of(job: Job) -> Any:
+    """What a run's compiled step depends on: its rule and the number of points; None for a run that is not private."""
+    method = METHODS[job.method]
+    rule, momentum = method.scaling(job.config), method.momentum_of(job.config, job.choice)
+    return None if rule is None else (rule, 1 if momentum is None else momentum.evaluations)
+
+
+def kinds(jobs: Sequence[Job]) -> list[Job]:
+    """One run of each kind of step, those of most points first: they take longest to compile."""
+    found = {step_of(job): job for job in jobs if step_of(job) is not None}
+    return [found[step] for step in sorted(found, key=lambda step: -step[1])]
+
+
+def compile_ahead(jobs: Sequence[Job]) -> None:
+    """Compile the steps of these runs, several at once, so that those which follow find them on disk.
+
+    Runs that start together would each compile the same step, with a dozen others at it. One that fails here will fail
+    in its turn, where that is reported.
+    """
+    if not jobs:
+        return
+    cores = os.cpu_count() or 2
+    places = max(1, min(len(jobs), cores // 2, _room(jobs[0].config)))
+    context = multiprocessing.get_context("spawn")
+    with (
+        phase("compiling"),
+        ProcessPoolExecutor(places, context, initializer=_start_worker, initargs=(cores // places,)) as pool,
+    ):
+        wait([pool.submit(runner.rehearse, job) for job in jobs])
 
 
 def train(
@@ -244,9 +284,9 @@ def _key(job: Job) -> str:
     return records.key(*asked, installed_versions()["dpscale"])
 
 
-def _start_worker() -> None:
+def _start_worker(compiling: int = 1) -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each would start as many as there are cores
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compiling))  # each would start as many as cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle, and to report once
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, ProgressColumn, TextColumn
 from rich.table import Table
 
+from dpscale.engine.phases import listening
 from dpscale.lab import terminal
 from dpscale.lab.compare import Finished
 from dpscale.lab.paper import Experiment, Setting
@@ -95,7 +96,8 @@ def experiments_bar(*, quiet: bool) -> Iterator[Callable[[str, Finished], None]]
                 bars[name] = stack.enter_context(comparison_bar(name, quiet=quiet))
             bars[name](now)
 
-        yield show
+        with listening(_told(Console(stderr=True, quiet=quiet))):
+            yield show
 
 
 @contextmanager
@@ -132,7 +134,9 @@ def comparison_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Finished], 
     with terminal.bar(*_columns(), quiet=quiet) as bar:
         if bar is None:
             console = Console(stderr=True, quiet=quiet)
-            yield lambda now: console.print(_line(now), highlight=False, soft_wrap=True)
+
+            with listening(_told(console)):
+                yield lambda now: console.print(_line(now), highlight=False, soft_wrap=True)
             return
         task = bar.add_task(title, total=None, state="calibrating", speed="")
         start, before = time.perf_counter(), -1
@@ -150,7 +154,13 @@ def comparison_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Finished], 
             speed = f"{60 * (now.done - before) / (time.perf_counter() - start):.0f} runs/min"
             bar.update(task, completed=now.done, total=now.total, state=state, speed=speed)
 
-        yield show
+        with listening(lambda phase: bar.update(task, state=phase or "training")):
+            yield show
+
+
+def _told(console: Console) -> Callable[[str | None], None]:
+    """Says what runs are waiting for, where no bar does."""
+    return lambda phase: console.print(f"{phase} …", highlight=False) if phase else None
 
 
 def _line(now: Finished) -> str:

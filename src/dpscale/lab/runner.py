@@ -126,6 +126,15 @@ def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Reco
         return _run(job, on_progress)
 
 
+def rehearse(job: Job) -> None:
+    """Take the first step of a private run, which compiles it, and forget the run: the compiler keeps it on disk."""
+    with _exact_products():
+        data = load(job.config, job.role)
+        plan = _plan(job, METHODS[job.method], data)
+        assert plan is not None
+        next(_train_private(_model(job.config, job.seed, data), plan, job, data, _Watch()))
+
+
 @contextmanager
 def _exact_products() -> Iterator[None]:
     """No TF32, which torch has on for convolutions: the bound is as strict as the plan says."""
@@ -280,6 +289,13 @@ def _sampling(config: Config, samples: int) -> Sampling:
     return Poisson(size=samples, batch=max(1, round(config.batch * samples / size(config))))
 
 
+def _rows(config: Config, data: Data) -> int | None:
+    """Rows of a padded batch. On CUDA those of a try are padded like a final run's: one compiled step serves both."""
+    if not data.train_labels.is_cuda:
+        return None
+    return max(_sampling(config, samples).physical_batch for samples in (data.size, size(config)))
+
+
 def _plan(job: Job, method: Method, data: Data) -> Plan | None:
     scaling = method.scaling(job.config)
     if scaling is None:
@@ -323,7 +339,7 @@ def _losses_of(config: Config) -> LossFn:
 
 def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data, watch: _Watch) -> Iterator[_Step]:
     optimizer, losses, parameters = _optimizer(model, job), _losses_of(job.config), trainable(model)
-    private = privatize(model, optimizer, plan, seed=job.seed)
+    private = privatize(model, optimizer, plan, seed=job.seed, micro_batch=_rows(job.config, data))
     gamma1 = getattr(plan.momentum, "gamma1", 1.0)
     released = diagnostics.Released(optimizer, parameters, gamma1) if job.config.diagnostics else None
     for batch in private.batches(TensorDataset(data.train_images, data.train_labels)):
