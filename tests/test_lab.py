@@ -634,15 +634,16 @@ def test_a_step_is_compiled_once_for_all_runs_that_take_it():
         job("dp-sgd", role="search", choice=Choice(rate=0.3, gamma1=0.3)),  # another rate and momentum, the same step
         job("dp-psasc"),
         job("psac-lr-over-s"),
-        job("dp-psac"),  # the control's rule
+        job("dp-psac"),  # the same formula, with s = 1
         job("psac-r-over-s"),  # another constant
+        job("auto-s"),
         job("dp-psasc-star", choice=Choice(rate=0.1, K0=1, gamma0=0.5)),
         job("dp-psasc-star", choice=Choice(rate=0.1, K0=1, gamma0=0.9)),  # coefficients are no part of it
         job("dp-psasc-star", choice=Choice(rate=0.1, K0=2, gamma0=0.9)),
     ]
     chosen = compare.kinds(jobs)
-    assert [compare.step_of(one)[1] for one in chosen] == [3, 2, 1, 1, 1, 1]
-    assert len({compare.step_of(one)[0] for one in chosen}) == 4
+    assert [compare.step_of(one)[1] for one in chosen] == [3, 2, 1, 1, 1]
+    assert len({compare.step_of(one)[0] for one in chosen}) == 3
     assert len({compare.step_of(one) for one in jobs if one.method != "non-private"}) == len(chosen)
 
 
@@ -682,8 +683,8 @@ def test_on_a_gpu_steps_are_compiled_before_runs_that_share_them(tmp_path, monke
     monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(compare, "compile_ahead", lambda jobs: ahead.append([one.method for one in jobs]))
     config = TINY.replace(epochs=1, grid=(0.1,))
-    done = compare.compare(config, presets.methods("dp-sgd,dp-psasc,psac-r-over-s"), [0], tmp_path, workers=2)
-    assert ahead == [["dp-sgd", "dp-psasc"], ["psac-r-over-s"]] and done.left == 0
+    done = compare.compare(config, presets.methods("dp-sgd,psac-r-over-s"), [0], tmp_path, workers=2)
+    assert ahead == [["dp-sgd", "dp-psasc"], []] and done.left == 0
 
 
 def test_a_rehearsal_takes_one_step_and_leaves_nothing(monkeypatch):

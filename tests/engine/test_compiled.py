@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -212,6 +213,42 @@ def test_a_number_that_changed_is_not_the_one_that_was_compiled():
     thrice = fast(loss_fn, (x,), dpscale.Clip(C=1.0), mask)
     torch.testing.assert_close(thrice.norms, 3 * once.norms)
     assert len(made) == 2
+
+
+RULED = [
+    (dpscale.Clip(C=0.3), dpscale.Clip(C=2.0)),
+    (dpscale.Clip(C=0.3), dpscale.Clip(C=float("inf"))),
+    (dpscale.AutoS(C=1.0, r=0.1), dpscale.AutoS(C=0.2, r=1e-3)),
+    (dpscale.PSASC(C=1.0, s=0.4, r=0.1), dpscale.PSAC(C=0.2, r=1e-3)),
+]
+
+
+@pytest.mark.parametrize("rules", RULED, ids=lambda pair: type(pair[1]).__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_constants_of_a_rule_are_no_part_of_what_is_compiled(rules, dtype):
+    """So a search over C, s and r compiles once: the compiler's cache knows the graph."""
+    model, x = nn.Linear(3, 1, dtype=dtype), 3 * torch.randn(6, 3, dtype=dtype)
+    mask = torch.ones(6, dtype=torch.bool)
+    fast, made = counted(model)
+    for rule in rules:
+        ours, eager = fast(squares, (x,), rule, mask), dpscale.scaled_sum(model, squares, (x,), rule, mask)
+        torch.testing.assert_close(ours.weights, eager.weights, rtol=4 * torch.finfo(ours.weights.dtype).eps, atol=0)
+        torch.testing.assert_close(ours.grads, eager.grads)
+    assert len(made) == 2 and made[0].code == made[1].code
+    assert module.formula_of(rules[0]) == module.formula_of(rules[1])
+
+
+def test_a_rule_that_is_not_known_may_branch_on_its_constants():
+    @dataclass(frozen=True, kw_only=True)
+    class Either(dpscale.Clip):
+        def _weight(self, x):
+            return super()._weight(x) if self.C > 1 else torch.zeros_like(x)
+
+    model, x, mask = nn.Linear(3, 1), torch.randn(6, 3), torch.ones(6, dtype=torch.bool)
+    fast, made = counted(model)
+    large, small = (fast(squares, (x,), Either(C=C), mask) for C in (2.0, 0.5))
+    assert len(made) == 2 and (large.weights > 0).all() and (small.weights == 0).all()
+    assert module.formula_of(Either(C=2.0)) != module.formula_of(Either(C=0.5))
 
 
 def test_a_tensor_that_changes_in_place_is_followed():

@@ -8,9 +8,10 @@ What a graph cannot have is a branch on values. The second look at samples whose
 the eager path: the graph says whether it was needed, and the caller then asks there.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from dpscale.engine.functions import identity
 from dpscale.engine.inductor import inductor
 from dpscale.engine.modules import structure
 from dpscale.engine.phases import cold_start, phase
-from dpscale.scaling import Scaling
+from dpscale.scaling import RULES, Scaling
 
 log = logging.getLogger("dpscale")
 
@@ -114,19 +115,21 @@ class Compiled:
         self._names = list(parameters)
         self._coefficients = torch.ones(len(points), dtype=torch.float64, device=mask.device)
         self._last = [1.0] * len(points)
+        lifted = constants_of(rule)
+        self._constants = torch.tensor(list(lifted.values()), dtype=torch.float64, device=mask.device)
         leaves, self._spec = tree_flatten(batch)
         self._tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        constants = list(leaves)
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
             count = len(self._names)
             values = [dict(zip(self._names, inputs[k * count :], strict=False)) for k in range(len(self._points))]
-            coefficients, *data, mask = inputs[len(self._points) * count :]
+            coefficients, constants, *data, mask = inputs[len(self._points) * count :]
+            formula = _with(rule, dict(zip(lifted, constants.unbind(), strict=True)))
             put = dict(zip(self._tensors, data, strict=True))
-            whole = tree_unflatten([put.get(k, leaf) for k, leaf in enumerate(constants)], self._spec)
+            whole = tree_unflatten([put.get(k, leaf) for k, leaf in enumerate(leaves)], self._spec)
             captures, grads, losses = evaluate(list(zip(coefficients.unbind(), values, strict=True)), whole, mask)
             with exactly(mask.device):
-                out, finite = weigh(gradients(captures, grads), rule, mask, parameters)
+                out, finite = weigh(gradients(captures, grads), formula, mask, parameters)
             return *out.grads.values(), out.norms, out.weights, out.ignored, losses, finite
 
         data = [leaves[k] for k in self._tensors]
@@ -176,7 +179,8 @@ class Compiled:
         return [w[n].data_ptr() for w in self._points for n in self._names]
 
     def _values(self) -> list[Tensor]:
-        return [*(w[n].detach() for w in self._points for n in self._names), self._coefficients]
+        weights = [w[n].detach() for w in self._points for n in self._names]
+        return [*weights, self._coefficients, self._constants]
 
     def _capture_graph(self, data: list[Tensor], mask: Tensor) -> None:
         """Record the compiled step once as a CUDA graph over buffers of its own; parameters are read where they are."""
@@ -201,6 +205,27 @@ class Compiled:
             return outputs
 
         self._replay = replay
+
+
+def constants_of(rule: Scaling) -> dict[str, float]:
+    """What a compiled step is given of a rule, and does not have in it: another C is no other step.
+
+    Of the rules here, which are formulas of their constants. Of a rule that is not known nothing: it may branch.
+    """
+    return {f.name: getattr(rule, f.name) for f in fields(rule)} if type(rule) in RULES.values() else {}
+
+
+def formula_of(rule: Scaling) -> Any:
+    """What a compiled step does have in it of a rule: its formula, or all of it."""
+    return type(rule)._weight if constants_of(rule) else rule
+
+
+def _with(rule: Scaling, constants: Mapping[str, Tensor]) -> Scaling:
+    """The rule with tensors for its constants, which were checked when it was made."""
+    given = copy.copy(rule)
+    for name, value in constants.items():
+        object.__setattr__(given, name, value)
+    return given
 
 
 def _laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from dpscale.checks import require
+from dpscale.engine.compiled import formula_of
 from dpscale.engine.phases import phase
 from dpscale.lab import models, records, runner
 from dpscale.lab.presets import METHODS, Choice, Config, Method, searched
@@ -215,10 +216,10 @@ class _Batch:
 
 
 def step_of(job: Job) -> Any:
-    """What a run's compiled step depends on: its rule and the number of points; None for a run that is not private."""
+    """What a run's compiled step depends on: its rule's formula and the number of points; None if it is not private."""
     method = METHODS[job.method]
     rule, momentum = method.scaling(job.config), method.momentum_of(job.config, job.choice)
-    return None if rule is None else (rule, 1 if momentum is None else momentum.evaluations)
+    return None if rule is None else (formula_of(rule), 1 if momentum is None else momentum.evaluations)
 
 
 def kinds(jobs: Sequence[Job]) -> list[Job]:
