@@ -183,3 +183,11 @@ def test_seeds_that_agree_in_32_bits_differ():
 def test_bad_seed_is_named():
     with pytest.raises(ValueError, match=r"'seed' parameter of Key must be an integer.*Got 1.5"):
         Key(1.5)
+
+
+def test_both_parts_of_complex_sums_get_noise_of_their_own():
+    sums = {"a": torch.zeros(WIDTH, dtype=torch.complex64), "b": torch.zeros(WIDTH, dtype=torch.complex128)}
+    Noise(Key(0)).add(sums, 2.0, 1)
+    parts = [part for t in sums.values() for part in (t.real, t.imag)]
+    assert all(accepts(part, 2.0) for part in parts)
+    assert torch.corrcoef(torch.stack([p.double() for p in parts])).fill_diagonal_(0).abs().max() < 0.02

@@ -54,7 +54,7 @@ class Noise:
         self._rooms: dict[torch.device, _Room] = {}
 
     def add(self, sums: Mapping[str, Tensor], std: float, step: int) -> None:
-        """Add N(0, std²) to every entry of the sums, independently, in place.
+        """Add N(0, std²) to every entry of the sums (both parts of complex ones), independently, in place.
 
         Guarantee: each call draws fresh noise for its (key, step); it is the caller's part to call once per logical
         batch.
@@ -70,12 +70,13 @@ class Noise:
         """
         if std == 0:
             return
-        for device in dict.fromkeys(t.device for t in sums.values()):
+        tensors = [part for t in sums.values() for part in ((t.real, t.imag) if t.is_complex() else (t,))]
+        for device in dict.fromkeys(t.device for t in tensors):
             draw = _standard_normal(self._key, f"noise/{step}/{device}", device)
             if device not in self._rooms:
                 self._rooms[device] = _Room(device)
             # One draw and one fused addition for many tensors: hundreds of small ones cost more to launch than to do.
-            for k, pieces in enumerate(_chunks([t for t in sums.values() if t.device == device])):
+            for k, pieces in enumerate(_chunks([t for t in tensors if t.device == device])):
                 numbers, noise = self._rooms[device].like(k, pieces)
                 draw(numbers)
                 torch._foreach_add_(pieces, noise, alpha=std)
