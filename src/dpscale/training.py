@@ -281,7 +281,7 @@ def privatize(
         on it.
         compile: trace and compile `Private.step` at its first batch, which takes from seconds to a minute and pays over
             a long run. None: on CUDA only. What cannot be compiled runs eagerly, with one line that says why. Numbers
-            that ``loss_fn`` reads from attributes and containers are taken as they are at that first batch.
+            that ``loss_fn`` reads from attributes of objects are taken as they are at that first batch.
 
     What comes before the first step (inspection, compilation) is logged by the logger ``dpscale`` at level INFO, with
     its seconds.

@@ -1,5 +1,6 @@
 """The compiled step: the same answer, one compilation for a whole run, and a way back where it cannot be had."""
 
+import functools
 import logging
 import re
 from dataclasses import dataclass
@@ -213,6 +214,58 @@ def test_a_number_that_changed_is_not_the_one_that_was_compiled():
     thrice = fast(loss_fn, (x,), dpscale.Clip(C=1.0), mask)
     torch.testing.assert_close(thrice.norms, 3 * once.norms)
     assert len(made) == 2
+
+
+def test_a_helper_that_has_changed_is_looked_at_again():
+    """A notebook's cells, run again after the helper was edited: the function that calls it has the same code."""
+    model, x, mask, cells = nn.Linear(3, 1), torch.randn(4, 3), torch.ones(4, dtype=torch.bool), {}
+    fast, made = counted(model)
+    before = "def helper(losses): return losses"
+    for helper in (before, before, "def helper(losses): return 3 * losses"):
+        exec(f"{helper}\nloss_fn = lambda model, batch: helper(model(batch[0])[:, 0] ** 2)", cells)
+        found = fast(cells["loss_fn"], (x,), dpscale.Clip(C=1.0), mask)
+        eager = dpscale.scaled_sum(model, cells["loss_fn"], (x,), dpscale.Clip(C=1.0), mask)
+        torch.testing.assert_close(found.norms, eager.norms)
+    assert len(made) == 2
+    exec("def helper(losses): return losses + losses.mean()", cells)
+    for compute in (fast, functools.partial(dpscale.scaled_sum, model)):
+        with pytest.raises(dpscale.UnsupportedModel, match="coupled at mean"):
+            compute(cells["loss_fn"], (x,), dpscale.Clip(C=1.0), mask)
+
+
+@pytest.mark.parametrize("share", [1, 0.5])
+def test_a_number_that_switches_a_coupling_on_is_looked_at_again(share):
+    model, batch, rule = nn.Linear(3, 1), (torch.randn(4, 3),), dpscale.Clip(C=1.0)
+
+    def made(share):
+        def loss_fn(model, batch):
+            losses = squares(model, batch)
+            return losses + share * losses.mean() if share else losses
+
+        return loss_fn
+
+    dpscale.scaled_sum(model, made(type(share)(0)), batch, rule)
+    with pytest.raises(dpscale.UnsupportedModel, match="coupled at mean"):
+        dpscale.scaled_sum(model, made(share), batch, rule)
+
+
+def test_a_module_that_was_put_in_is_looked_at():
+    """It has no parameters, so nothing that is met tells of it."""
+
+    class Centered(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    model, batch = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)), (torch.randn(4, 3),)
+    fast, rule = counted(model)[0], dpscale.Clip(C=1.0)
+    for put in (nn.ReLU(), nn.Tanh()):
+        model[1] = put
+        _, found = through_graph(model, batch, squares, fast)
+        torch.testing.assert_close(found.losses, squares(model, batch).detach())
+    model[1] = Centered()
+    for compute in (fast, functools.partial(dpscale.scaled_sum, model)):
+        with pytest.raises(dpscale.UnsupportedModel, match="coupled at mean"):
+            compute(squares, batch, rule, torch.ones(4, dtype=torch.bool))
 
 
 RULED = [

@@ -19,18 +19,20 @@ class Shared(nn.Module):
         self.tied = nn.Parameter(torch.zeros(3))
         self.b.bias = self.tied  # a parameter under two names
         self.nothing = None
+        self.activation = nn.ReLU()
         self.register_parameter("none", None)
         self.last = nn.Linear(1, 1)
 
 
 def truth(model):
     found = [(n, id(p)) for n, p in model.named_parameters() if p.requires_grad]
-    return found, [m.training for m in model.modules()]
+    return found, [(type(m), m.training) for m in model.modules()]
 
 
 def told(model):
     found = structure(model)
-    return [(n, id(p)) for n, p in found.trainable.items()], list(found.training)
+    modules = zip(found.kinds, found.training, strict=True)
+    return [(n, id(p)) for n, p in found.trainable.items()], list(modules)
 
 
 def freeze(model):
@@ -43,6 +45,10 @@ def evaluate(model):
 
 def replace(model):
     model.b.weight = nn.Parameter(torch.ones(3, 2))
+
+
+def replace_module(model):
+    model.activation = nn.Tanh()
 
 
 def untie(model):
@@ -98,6 +104,7 @@ def assign(model):
         freeze,
         evaluate,
         replace,
+        replace_module,
         untie,
         grow,
         grow_deep,
@@ -118,6 +125,28 @@ def test_every_change_is_seen(change):
     before = truth(model)
     change(model)
     assert truth(model) != before and told(model) == truth(model)
+
+
+def test_another_module_under_two_names_is_seen():
+    model = nn.ModuleDict({"first": nn.Linear(1, 1), "second": nn.Linear(1, 1)})
+    model["third"] = model["first"]
+    assert told(model) == truth(model)
+    model["first"] = model["second"]
+    assert told(model) == truth(model)
+
+
+def test_a_module_under_two_names_is_not_taken_for_one_of_its_own():
+    model = nn.ModuleList([nn.ReLU()])
+    model.append(model[0])
+    assert told(model) == truth(model)
+    model[0] = nn.ReLU()
+    assert told(model) == truth(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_part_is_walked_through():
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 1))
+    assert [n for n, _ in told(model)[0]] == [n for n, _ in truth(model)[0]]
 
 
 def test_a_replaced_parameter_is_not_taken_for_the_one_whose_place_in_memory_it_got():

@@ -278,6 +278,7 @@ def signature(found: Structure, batch: Any) -> Any:
     through the same operations, with sizes that happen to divide. The number of samples is not.
     """
     return (
+        found.kinds,
         found.training,
         tuple(found.trainable),
         str(tree_structure(batch)),

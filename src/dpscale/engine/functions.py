@@ -5,16 +5,17 @@ inspect, or compile, the model anew for each would take longer than to train. A 
 changed since does something else, though it is the same function: a compiled step has that number in it.
 """
 
+import dis
 import functools
 import weakref
-from collections.abc import Callable
-from types import FunctionType, MethodType
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 _NUMBERS = (int, float, complex)
 _PLAIN = (*_NUMBERS, str, bytes, type(None))
-_DEPTH = 8
-_MISSING = object()
+_SMALL = 8
+_MOST = 256  # functions, and entries of containers, to look at
 
 
 class _Unclear(Exception):
@@ -28,7 +29,7 @@ class _Same:
         self._place = id(value)
         try:
             self._get: Callable[[], Any] = (lambda: value) if keep else weakref.ref(value)
-        except TypeError as error:  # lists and dictionaries, as a rule
+        except TypeError as error:
             raise _Unclear from error
 
     def __eq__(self, other: object) -> bool:
@@ -42,47 +43,118 @@ class _Same:
 def identity(function: Callable[..., Any], *, numbers: bool) -> Any:
     """Equal for functions of the same code that hold the same objects and read the same globals.
 
-    Nothing but modules' globals is kept alive. Where that is not possible, a function is equal to itself alone.
+    Functions that it calls are looked into where it holds them, or where its own module has them; those of other
+    modules count as the objects that they are. Nothing but what modules hold is kept alive. Where that is not possible,
+    a function is equal to itself alone.
 
     Args:
-        numbers: whether the values of numbers that it holds or reads count.
+        numbers: whether the values of numbers that it holds or reads count. If not, what a branch is most likely to ask
+            of them still does: their sign, and which small whole number it is.
     """
     try:
-        return _of(function, numbers, _DEPTH)
+        return _Look(numbers).function(function)
     except _Unclear:
         return _itself(function)
 
 
-def _of(function: Any, numbers: bool, depth: int) -> Any:
-    if depth == 0:
-        raise _Unclear
-    value = functools.partial(_value, numbers=numbers, depth=depth - 1)
-    if isinstance(function, MethodType):  # new at every access
-        return _itself(function.__self__), function.__func__
-    if isinstance(function, functools.partial):
-        given = (*function.args, *function.keywords.values())
-        return _of(function.func, numbers, depth - 1), tuple(function.keywords), *map(value, given)
-    if not isinstance(function, FunctionType):
-        return _itself(function)
-    code, globals_ = function.__code__, function.__globals__
-    try:
-        held = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError as error:  # a variable that has no value yet
-        raise _Unclear from error
-    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    read = [globals_[name] for name in code.co_names if isinstance(globals_.get(name, _MISSING), _PLAIN)]
-    return code, _Same(globals_, keep=True), *map(value, (*held, *read))
+class _Look:
+    """One look at a function, and at those that it leads to."""
+
+    def __init__(self, numbers: bool) -> None:
+        self._numbers = numbers
+        self._seen: dict[int, int] = {}
+        self._size = 0
+
+    def function(self, function: Any) -> Any:
+        if isinstance(function, MethodType):  # new at every access
+            try:
+                return _itself(function.__self__), self.function(function.__func__)
+            except _Unclear:
+                return _itself(function.__self__), function.__func__
+        if isinstance(function, functools.partial):
+            given = (*function.args, *function.keywords.values())
+            return self.function(function.func), tuple(function.keywords), *map(self._value, given)
+        if not isinstance(function, FunctionType):
+            return _itself(function)
+        if id(function) in self._seen:
+            return self._seen[id(function)]
+        self._meet(function, 1)
+        code, globals_ = function.__code__, function.__globals__
+        try:
+            held = [cell.cell_contents for cell in function.__closure__ or ()]
+        except ValueError as error:  # a variable that has no value yet
+            raise _Unclear from error
+        held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        return code, _Same(globals_, keep=True), *map(self._value, held), *self._read(code, globals_)
+
+    def _meet(self, value: Any, size: int) -> None:
+        self._seen[id(value)] = len(self._seen)
+        self._size += size
+        if self._size > _MOST:
+            raise _Unclear
+
+    def _read(self, code: CodeType, globals_: dict[str, Any]) -> Iterator[Any]:
+        """What the code reads from its module, and from other modules by way of it."""
+        names, attributes = _names(code)
+        modules: list[ModuleType] = []
+        for name in names:
+            value = globals_.get(name)
+            if isinstance(value, ModuleType):
+                modules.append(value)
+                yield name, _itself(value)
+            elif isinstance(value, FunctionType) and value.__globals__ is not globals_:
+                yield name, _elsewhere(value)
+            elif name in globals_:
+                yield name, self._value(value)
+        for module in modules:  # grows: torch, torch.nn, torch.nn.functional
+            for name in attributes:
+                value = vars(module).get(name)
+                if isinstance(value, ModuleType):
+                    if value not in modules:
+                        modules.append(value)
+                elif name in vars(module):
+                    yield name, self._value(value) if isinstance(value, _PLAIN) else _elsewhere(value)
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            if isinstance(value, _NUMBERS) and not self._numbers:
+                return type(value), _kind(value)
+            return type(value), value
+        if isinstance(value, tuple):
+            return tuple(map(self._value, value))
+        if isinstance(value, (FunctionType, MethodType, functools.partial)):
+            return self.function(value)
+        if isinstance(value, (list, dict)):
+            if id(value) in self._seen:
+                return self._seen[id(value)]
+            self._meet(value, len(value))
+            entries = (*value, *value.values()) if isinstance(value, dict) else value
+            return type(value), *map(self._value, entries)
+        return _Same(value, keep=False)
 
 
-def _value(value: Any, numbers: bool, depth: int) -> Any:
-    if isinstance(value, _PLAIN):
-        counts = numbers or isinstance(value, bool) or not isinstance(value, _NUMBERS)
-        return type(value), value if counts else None
-    if isinstance(value, tuple):
-        return tuple(_value(v, numbers, depth) for v in value)
-    if isinstance(value, (FunctionType, MethodType, functools.partial)):
-        return _of(value, numbers, depth)
-    return _Same(value, keep=False)
+@functools.lru_cache(256)
+def _names(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the globals that code reads, and of attributes; that of functions and generators inside it too."""
+    names = {i.argval: None for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    attributes = dict.fromkeys(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            more, further = map(dict.fromkeys, _names(inner))
+            names, attributes = names | more, attributes | further
+    return tuple(names), tuple(attributes)
+
+
+def _kind(number: complex) -> Any:
+    """What a branch is most likely to ask of a number."""
+    if isinstance(number, complex):
+        return number != 0
+    return max(-_SMALL, min(number, _SMALL)) if isinstance(number, int) else (number > 0, number < 0)
+
+
+def _elsewhere(value: Any) -> Any:
+    """Something of another module, which may be reloaded, its functions also in place."""
+    return _itself(value), getattr(value, "__code__", None)
 
 
 def _itself(function: Any) -> _Same:

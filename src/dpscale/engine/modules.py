@@ -1,4 +1,4 @@
-"""A model's trainable parameters and modes, at every step and at little cost.
+"""A model's trainable parameters, classes and modes, at every step and at little cost.
 
 To walk through a model by `named_parameters` takes longer than to start all of a small step's work on a GPU, and a step
 needs to know several times that nothing was frozen, replaced or switched since. So what was found is kept together with
@@ -18,12 +18,14 @@ class Structure:
 
     Attributes:
         trainable: parameters to train, by name; a tied parameter appears once.
-        training: the mode of every module, in the order of ``modules()``.
-        state: what both depend on. A parameter stands there by its place in memory, which no other can take while
+        kinds: the class of every module, in the order of ``modules()``.
+        training: the mode of every module, in the same order.
+        state: what these depend on. A parameter stands there by its place in memory, which no other can take while
             ``trainable`` holds it.
     """
 
     trainable: dict[str, Tensor]
+    kinds: tuple[type[nn.Module], ...]
     training: tuple[bool, ...]
     state: list[Any]
 
@@ -37,24 +39,25 @@ def structure(model: nn.Module) -> Structure:
     known = _known.get(model)
     if known is None or known.state != state:
         parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        known = _known[model] = Structure(parameters, tuple(m.training for m in model.modules()), state)
+        kinds, training = zip(*((type(m), m.training) for m in model.modules()), strict=True)
+        known = _known[model] = Structure(parameters, kinds, training, state)
     return known
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """All names, modes and parameters below a model, as they come."""
+    """All names, classes, modes and parameters below a model, as they come."""
     state: list[Any] = []
-    seen: set[int] = set()
+    seen: dict[int, int] = {}
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
         if module is None or id(module) in seen:
-            state.append(None if module is None else len(seen))
+            state.append(None if module is None else (seen[id(module)],))
             continue
-        seen.add(id(module))
-        state.append(module.training)
+        seen[id(module)] = len(seen)
+        state += (type(module), module.training)
         for name, p in module._parameters.items():
             state += (name, id(p), p is not None and p.requires_grad)
-        state += module._modules
+        state += module._modules.keys()  # a scripted module's are no dictionary
         waiting += module._modules.values()
     return state
