@@ -351,3 +351,93 @@ def test_two_draws_are_two_draws():
     graph = make_fx(difference, tracing_mode="fake")(x)
     with torch._inductor.config.patch(force_disable_caches=True):
         assert inductor(graph, [x])(x)[0].abs().max() > 0.1
+
+
+class Leaves(nn.Module):
+    """A linear layer that leaves something behind in every forward."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.linear, self.what, self.heard, self.named = nn.Linear(3, 1), what, [], {}
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        out = self.linear(x)
+        if self.what == "buffer":
+            self.steps = self.steps + 1
+        elif self.what == "attribute":
+            self.last = out
+        elif self.what == "list":
+            self.heard.append(out)
+        elif self.what == "dictionary":
+            self.named["last"] = out
+        return out
+
+
+@pytest.mark.parametrize("what", ["buffer", "attribute", "list", "dictionary"])
+def test_a_forward_that_leaves_tensors_in_the_model_runs_eagerly(caplog, what):
+    """Traced, they would be tensors without values, and a compiled step would leave none."""
+    model, x, mask = Leaves(what), torch.randn(4, 3), torch.ones(4, dtype=torch.bool)
+    fast, _ = counted(model)
+    caplog.set_level(logging.WARNING, logger="dpscale")
+    for _ in range(3):
+        fast(squares, (x,), dpscale.Clip(C=1.0), mask)
+    (said,) = caplog.messages
+    assert "runs eagerly" in said and "puts a tensor into the model" in said
+    held = [*model.buffers(), *model.heard, *model.named.values(), *([model.last] if what == "attribute" else [])]
+    assert all(type(t) is torch.Tensor for t in held)
+    if what == "buffer":
+        assert model.steps == 3
+
+
+def test_what_an_interrupted_trace_left_is_taken_out_too(caplog):
+    class Fails(Leaves):
+        def forward(self, x):
+            out = super().forward(x)
+            if torch._guards.detect_fake_mode((out,)) is not None:
+                self.unheard_of = out
+                raise ValueError("not on fake tensors")
+            return out
+
+    model, x, mask = Fails("buffer"), torch.randn(4, 3), torch.ones(4, dtype=torch.bool)
+    fast, _ = counted(model)
+    caplog.set_level(logging.WARNING, logger="dpscale")
+    fast(squares, (x,), dpscale.Clip(C=1.0), mask)
+    assert "not on fake tensors" in caplog.text and type(model.steps) is torch.Tensor and model.steps == 1
+    assert not hasattr(model, "unheard_of")
+
+
+def test_buffers_and_frozen_parameters_that_were_replaced_are_found_again():
+    model, x, mask = nn.Linear(3, 1, bias=False), torch.randn(4, 3), torch.ones(4, dtype=torch.bool)
+    model.register_buffer("scale", torch.ones(()))
+    model.shift = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def loss_fn(model, batch):
+        return (model(batch[0])[:, 0] * model.scale + model.shift) ** 2
+
+    fast, made = counted(model)
+
+    def norms():
+        found = fast(loss_fn, (x,), dpscale.Clip(C=1.0), mask).norms
+        torch.testing.assert_close(found, dpscale.scaled_sum(model, loss_fn, (x,), dpscale.Clip(C=1.0), mask).norms)
+
+    norms()
+    model.scale = torch.tensor(3.0)
+    norms()
+    model.shift = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+    norms()
+    model.shift.data = torch.tensor(2.0)
+    norms()
+    model.scale.fill_(0.5)  # in place: nothing to do
+    norms()
+    assert len(made) == 4
+
+
+def test_a_model_whose_buffers_are_replaced_at_every_step_is_not_compiled_for_ever(caplog):
+    model, x, mask = nn.Linear(3, 1), torch.randn(4, 3), torch.ones(4, dtype=torch.bool)
+    fast, made = counted(model)
+    caplog.set_level(logging.WARNING, logger="dpscale")
+    for k in range(module.MOST + 3):
+        model.register_buffer("scale", torch.tensor(float(k)))
+        fast(squares, (x,), dpscale.Clip(C=1.0), mask)
+    assert len(made) == module.MOST and "eagerly" in caplog.text

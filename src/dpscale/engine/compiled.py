@@ -10,6 +10,7 @@ the eager path: the graph says whether it was needed, and the caller then asks t
 
 import copy
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ from dpscale.engine.channels import channels_last
 from dpscale.engine.combine import gradients, weigh
 from dpscale.engine.functions import identity
 from dpscale.engine.inductor import inductor
-from dpscale.engine.modules import structure
+from dpscale.engine.modules import Structure, structure, untouched
 from dpscale.engine.phases import cold_start, phase
 from dpscale.scaling import RULES, Scaling
 
@@ -95,6 +96,7 @@ class Compiled:
     Args:
         parameters: the trainable parameters.
         points: the weights of each point; their storage must stay where it is (optimizers update in place).
+        constants: buffers and frozen parameters, which it holds where they are.
         evaluate: forward and backward.
         rule: from norm to weight.
         batch, mask: an example; the shapes of all that follow.
@@ -105,6 +107,7 @@ class Compiled:
         self,
         parameters: Mapping[str, Tensor],
         points: Sequence[Mapping[str, Tensor]],
+        constants: Sequence[Tensor],
         evaluate: Evaluate,
         rule: Scaling,
         batch: Any,
@@ -112,6 +115,7 @@ class Compiled:
         backend: Backend,
     ) -> None:
         self._points = list(points)
+        self._held = list(constants)
         self._names = list(parameters)
         self._coefficients = torch.ones(len(points), dtype=torch.float64, device=mask.device)
         self._last = [1.0] * len(points)
@@ -170,13 +174,15 @@ class Compiled:
         grads = dict(zip(self._names, outputs, strict=False))
         return Answer(grads, *outputs[len(grads) :])
 
-    def moved(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether a parameter is no longer where it was, or another one (`load_state_dict(assign=True)`, `to`)."""
-        same = all(self._points[-1][n] is parameters.get(n) for n in self._names)
-        return not same or self._places() != self._storage
+    def moved(self, found: Structure) -> bool:
+        """Whether a parameter or buffer is no longer where it was, or another one (`load_state_dict(assign=True)`)."""
+        same = all(self._points[-1][n] is found.trainable.get(n) for n in self._names)
+        held = len(self._held) == len(found.constants) and all(map(operator.is_, self._held, found.constants))
+        return not (same and held) or self._places() != self._storage
 
     def _places(self) -> list[int]:
-        return [w[n].data_ptr() for w in self._points for n in self._names]
+        weights = [w[n] for w in self._points for n in self._names]
+        return [t.data_ptr() for t in (*weights, *self._held)]
 
     def _values(self) -> list[Tensor]:
         weights = [w[n].detach() for w in self._points for n in self._names]
@@ -261,7 +267,7 @@ class Fast:
     def __init__(self, model: nn.Module, backend: Backend = inductor) -> None:
         self._model, self._backend = model, backend
         self._known: dict[_Key, Compiled | None] = {}
-        self._explained = False
+        self._made, self._explained = 0, False
 
     def __call__(
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, points: Points | None = None, *,
@@ -297,14 +303,14 @@ class Fast:
         key = _Key(identity(loss_fn, numbers=True), signature(found, batch), shapes, rule, places)
         parameters = found.trainable
         known = self._known.get(key)
-        if known is not None and known.moved(parameters):
+        if known is not None and known.moved(found):
             del self._known[key]
         if key not in self._known:
 
             def run(data: Any) -> Tensor:
                 return check_losses(loss_fn(self._model, data), batch_size(data)[0])
 
-            if len(self._known) >= MOST:
+            if self._made >= MOST:
                 self._explain(key)
                 return None
             known_by = identity(loss_fn, numbers=False), key.batch
@@ -316,8 +322,12 @@ class Fast:
                     return evaluate(parameters, run, data, found, mask, points)
 
                 weights = [w for _, w in points] if points else [parameters]
+                self._made += 1
                 try:
-                    self._known[key] = Compiled(parameters, weights, at, rule, batch, mask, self._backend)
+                    with untouched(self._model):
+                        self._known[key] = Compiled(
+                            parameters, weights, found.constants, at, rule, batch, mask, self._backend
+                        )
                 except BlueprintMismatch:
                     continue
                 except UnsupportedModel:

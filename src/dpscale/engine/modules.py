@@ -5,11 +5,16 @@ needs to know several times that nothing was frozen, replaced or switched since.
 what it depends on, and only that is looked over again.
 """
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,13 +25,15 @@ class Structure:
         trainable: parameters to train, by name; a tied parameter appears once.
         kinds: the class of every module, in the order of ``modules()``.
         training: the mode of every module, in the same order.
+        constants: buffers, and parameters that are not trained.
         state: what these depend on. A parameter stands there by its place in memory, which no other can take while
-            ``trainable`` holds it.
+            ``trainable`` or ``constants`` holds it; a buffer likewise.
     """
 
     trainable: dict[str, Tensor]
     kinds: tuple[type[nn.Module], ...]
     training: tuple[bool, ...]
+    constants: tuple[Tensor, ...]
     state: list[Any]
 
 
@@ -40,7 +47,8 @@ def structure(model: nn.Module) -> Structure:
     if known is None or known.state != state:
         parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         kinds, training = zip(*((type(m), m.training) for m in model.modules()), strict=True)
-        known = _known[model] = Structure(parameters, kinds, training, state)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        known = _known[model] = Structure(parameters, kinds, training, (*model.buffers(), *frozen), state)
     return known
 
 
@@ -58,6 +66,42 @@ def _state(model: nn.Module) -> list[Any]:
         state += (type(module), module.training)
         for name, p in module._parameters.items():
             state += (name, id(p), p is not None and p.requires_grad)
+        for name, buffer in module._buffers.items():
+            state += (name, id(buffer))
         state += module._modules.keys()  # a scripted module's are no dictionary
         waiting += module._modules.values()
     return state
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Whatever tensors a traced forward leaves in a model are taken out again, and told by an error.
+
+    They stand for values that are not there, and a compiled step would not leave any: a counter would stand still.
+    """
+    before = [(m, {name: (value, _content(value)) for name, value in vars(m).items()}) for m in model.modules()]
+    left: list[str] = []
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            for name, value in list(vars(module).items()):
+                fakes = [path for path, leaf in tree_flatten_with_path(value)[0] if isinstance(leaf, FakeTensor)]
+                if not fakes:
+                    continue
+                left.append(f"{name}{keystr(fakes[0])}")
+                if name not in attributes:
+                    del vars(module)[name]
+                    continue
+                vars(module)[name], content = attributes[name]
+                if isinstance(content, list):
+                    vars(module)[name][:] = content
+                elif isinstance(content, dict):
+                    vars(module)[name].clear()
+                    vars(module)[name].update(content)
+    if left:
+        raise RuntimeError(f"the forward puts a tensor into the model itself, as {left[0]}")
+
+
+def _content(value: Any) -> list[Any] | dict[Any, Any] | None:
+    return copy.copy(value) if isinstance(value, (list, dict)) else None
