@@ -379,3 +379,20 @@ def test_a_norm_whose_weight_float32_cannot_hold_adds_nothing(C):
     assert int(out.ignored) == left_out
     assert out.grads["weight"].norm() <= C * (2 - left_out) * (1 + 1e-6)
     assert out.weights[0] > 0
+
+
+def test_complex_parameters_are_refused_and_real_ones_in_their_place_are_not():
+    class Rotates(nn.Module):
+        def __init__(self, whole):
+            super().__init__()
+            parts = torch.randn(3, 2, dtype=torch.float64)
+            self.turn = nn.Parameter(torch.view_as_complex(parts) if whole else parts)
+
+        def forward(self, x):
+            turn = self.turn if self.turn.is_complex() else torch.view_as_complex(self.turn)
+            return (turn * x).abs()
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with pytest.raises(dpscale.UnsupportedModel, match=r"'turn' is complex.*view_as_complex"):
+        dpscale.scaled_sum(Rotates(True), loss_fn, (x,), SCALINGS[0])
+    check_equal(Rotates(False), (x,), SCALINGS[0])

@@ -44,9 +44,10 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
         batch: any batch; up to three of its samples are used.
 
     Raises:
-        UnsupportedModel: samples are coupled, or a parameter is used where the engine cannot follow.
+        UnsupportedModel: samples are coupled, a parameter is complex, or is used where the engine cannot follow.
     """
     require_finite(model)
+    _require_real(parameters)
     observer = Observer(model, parameters, run)
     few, base = observer.compare(batch)
     probe = some(batch, SAMPLES)
@@ -71,6 +72,15 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
     with undisturbed(model):
         check_nothing_lost(parameters, trained, blueprint, run, probe)
     return blueprint
+
+
+def _require_real(parameters: Mapping[str, Tensor]) -> None:
+    for name, p in parameters.items():
+        if p.is_complex():
+            raise UnsupportedModel(
+                f"Parameter {name!r} is complex, and the norms of complex gradients are not known here. Keep its real "
+                "and imaginary part as a parameter of real numbers, and use torch.view_as_complex in the forward."
+            )
 
 
 class _Coupled(Exception):
