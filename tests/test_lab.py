@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpscale import PSAC, PSASC, Plan, Poisson, diagnostics, privatize
-from dpscale.engine.phases import listening
+from dpscale.engine.phases import listening, phase
 from dpscale.lab import (
     compare,
     display,
@@ -645,6 +645,17 @@ def test_a_step_is_compiled_once_for_all_runs_that_take_it():
     assert [compare.step_of(one)[1] for one in chosen] == [3, 2, 1, 1, 1]
     assert len({compare.step_of(one)[0] for one in chosen}) == 3
     assert len({compare.step_of(one) for one in jobs if one.method != "non-private"}) == len(chosen)
+
+
+def test_nobody_listens_once_the_bars_of_all_experiments_are_gone(found, capsys):
+    with display.experiments_bar(quiet=False) as show:
+        with phase("compiling"):
+            pass
+        show("digits", compare.Finished(record=found[0], done=1, total=2))
+    assert "compiling" in capsys.readouterr().err
+    with phase("compiling"):
+        pass
+    assert "compiling" not in capsys.readouterr().err
 
 
 def test_compilations_go_side_by_side_and_a_failure_waits_for_its_turn(monkeypatch):

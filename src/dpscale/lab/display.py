@@ -87,7 +87,7 @@ def _short(value: float) -> str:
 @contextmanager
 def experiments_bar(*, quiet: bool) -> Iterator[Callable[[str, Finished], None]]:
     """`comparison_bar` over several experiments, each named as its turn comes."""
-    with ExitStack() as stack:
+    with listening(_told(Console(stderr=True, quiet=quiet))), ExitStack() as stack:
         bars: dict[str, Callable[[Finished], None]] = {}
 
         def show(name: str, now: Finished) -> None:
@@ -96,8 +96,7 @@ def experiments_bar(*, quiet: bool) -> Iterator[Callable[[str, Finished], None]]
                 bars[name] = stack.enter_context(comparison_bar(name, quiet=quiet))
             bars[name](now)
 
-        with listening(_told(Console(stderr=True, quiet=quiet))):
-            yield show
+        yield show
 
 
 @contextmanager
@@ -134,7 +133,6 @@ def comparison_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Finished], 
     with terminal.bar(*_columns(), quiet=quiet) as bar:
         if bar is None:
             console = Console(stderr=True, quiet=quiet)
-
             with listening(_told(console)):
                 yield lambda now: console.print(_line(now), highlight=False, soft_wrap=True)
             return
