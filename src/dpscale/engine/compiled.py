@@ -62,7 +62,6 @@ class Answer:
     grads: dict[str, Tensor]
     norms: Tensor
     weights: Tensor
-    ignored: Tensor
     losses: Tensor
     finite: Tensor
 
@@ -134,7 +133,7 @@ class Compiled:
             captures, grads, losses = evaluate(list(zip(coefficients.unbind(), values, strict=True)), whole, mask)
             with exactly(mask.device):
                 out, finite = weigh(gradients(captures, grads), formula, mask, parameters)
-            return *out.grads.values(), out.norms, out.weights, out.ignored, losses, finite
+            return *out.grads.values(), out.norms, out.weights, losses, finite
 
         data = [leaves[k] for k in self._tensors]
         self._strides = [t.stride() for t in data]

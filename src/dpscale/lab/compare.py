@@ -238,11 +238,7 @@ def compile_ahead(jobs: Sequence[Job]) -> None:
         return
     cores = os.cpu_count() or 2
     places = max(1, min(len(jobs), cores // 2, _room(jobs[0].config)))
-    context = multiprocessing.get_context("spawn")
-    with (
-        phase("compiling"),
-        ProcessPoolExecutor(places, context, initializer=_start_worker, initargs=(cores // places,)) as pool,
-    ):
+    with phase("compiling"), _processes(places, cores // places) as pool:
         wait([pool.submit(runner.rehearse, job) for job in jobs])
 
 
@@ -285,7 +281,7 @@ def _key(job: Job) -> str:
     return records.key(*asked, installed_versions()["dpscale"])
 
 
-def _start_worker(compiling: int = 1) -> None:
+def _start_worker(compiling: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compiling))  # each would start as many as cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle, and to report once
@@ -303,7 +299,12 @@ def _pool(workers: int) -> Iterator[Executor | None]:
         finally:
             torch.set_num_threads(threads)
         return
+    with _processes(workers) as pool:
+        yield pool
+
+
+def _processes(count: int, compiling: int = 1) -> ProcessPoolExecutor:
+    """So many of them, each with ``compiling`` of its own at most where it compiles."""
     # Spawned, not forked: a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker) as pool:
-        yield pool
+    return ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=(compiling,))
