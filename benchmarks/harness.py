@@ -39,6 +39,8 @@ SLOW = 0.2
 """Seconds: a step that takes longer is measured fewer times."""
 BUDGET = 4.0
 """Seconds that the rounds of slow steps may take together; two rounds are always made."""
+FLOW = 5
+"""Steps that follow each other in a turn on CUDA."""
 ROW, DONE = "@row ", "@done "
 """How a measuring process marks what it says, apart from what libraries print."""
 AGAIN = 75
@@ -62,23 +64,29 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def seconds(step: Step, device: str) -> float:
+def seconds(step: Step, device: str, times: int = 1) -> float:
+    """Seconds of a step, of so many that follow each other without a wait."""
     synchronize(device)
     start = time.perf_counter()
-    step()
+    for _ in range(times):
+        step()
     synchronize(device)
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / times
 
 
 def turns(steps: Sequence[Step], device: str, rounds: int) -> list[list[float]]:
-    """Seconds of each step, round by round, the steps taking turns. Slow ones are given fewer rounds."""
+    """Seconds of each step, round by round, the steps taking turns. Slow ones are given fewer rounds.
+
+    On CUDA a turn is a few steps, as in training: the host prepares one while the device still works on another.
+    """
     first = [seconds(step, device) for step in steps]  # warm-up
     if max(first) > SLOW:
         rounds = max(2, min(rounds, int(BUDGET / sum(first))))
     else:
         for step in steps:
             step()
-    taken = [[seconds(step, device) for step in steps] for _ in range(rounds)]
+    times = FLOW if device == "cuda" and max(first) < SLOW else 1
+    taken = [[seconds(step, device, times) for step in steps] for _ in range(rounds)]
     return [list(column) for column in zip(*taken, strict=True)]
 
 

@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 import dpscale
 import dpscale.noise
 from dpscale.engine.compiled import Fast
+from dpscale.engine.verdict import tell
 from dpscale.lab.models import normed_cnn
 from dpscale.momentum import HeavyBall
 from models import GPT2, ViT
@@ -45,7 +46,13 @@ def losses(model: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor
 def answered(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     """In place of a compiler: the answer to the first batch, whatever is asked."""
     answer = graph(*inputs)
-    return lambda *_: answer
+    yes = torch.tensor(True)
+
+    def run(*_: Tensor) -> Any:
+        tell(answer[0], yes)
+        return answer
+
+    return run
 
 
 def stepping(name: str) -> tuple[Callable[[], None], nn.Module]:

@@ -6,7 +6,8 @@
 
 Every row is a whole step (forward, backward, scaling, noise, SGD update) on the same batch. Each contender takes turns,
 round by round, with the compiled (or, without it, the eager) plain step, so that a busy machine slows both alike; a
-ratio is the median over rounds of the time relative to the plain step's in the same round. Only these two are alive
+ratio is the median over rounds of the time relative to the plain step's in the same round. On CUDA a turn is five steps
+without a wait between them, as in training. Only these two are alive
 then; where they do not fit together, the contender is timed alone. vmap(grad) is written as users write it, without
 chunks: out of memory is an answer too.
 
@@ -67,6 +68,7 @@ def measure(item: str, args: argparse.Namespace) -> Iterator[Row]:
     """The rows of one task at one precision."""
     name, precision = item.split("/")
     harness.use(precision)
+    torch._dynamo.reset()  # lets go of the graphs of the item before, whose memory would count as this one's
     task = replace(TASKS[name], batch=args.batch or TASKS[name].batch)
     base: Base | None = None
     for contender in args.contenders:

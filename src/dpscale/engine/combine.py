@@ -4,7 +4,7 @@ Gradients arrive per operation; norms are per sample over all parameters; a para
 several points, has the *sum* of those gradients, so its uses are added before the square, never after.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,9 +88,14 @@ def combine(forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Te
 
 
 def weigh(
-    forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor], norms: Tensor | None = None
-) -> tuple[Weighted, Tensor]:
+    forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor], norms: Tensor | None = None,
+    tell: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> tuple[Weighted, Tensor]:  # fmt: skip
     """`combine` without its second look, and so without a branch.
+
+    Args:
+        norms: if they are known.
+        tell: called with the weights and the second return value before anything is summed; from it come the weights.
 
     Returns:
         the answer, and whether it is one: all norms were finite, the masked ones too (0 · inf is NaN in a sum), or were
@@ -104,13 +109,15 @@ def weigh(
     weights = rule.weight(norms)
     # A weight that float32 cannot hold to full precision (a norm near its end) would not bound what it multiplies.
     finite = torch.isfinite(norms) & (weights >= torch.finfo(torch.float32).tiny)
-    weights = weights.where(finite & mask_B, 0.0)
+    weights, stands = weights.where(finite & mask_B, 0.0), finite.all()
+    if tell is not None:
+        weights = tell(weights, stands)
     sums = {name: form.weighted(weights) for name, form in large.items()} | (packed.weighted(weights) if packed else {})
     grads = {
         name: sums[name] if name in sums else torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in shapes.items()
     }
-    return Weighted(grads, norms.where(mask_B, 0.0), weights, (~finite & mask_B).sum()), finite.all()
+    return Weighted(grads, norms.where(mask_B, 0.0), weights, (~finite & mask_B).sum()), stands
 
 
 def _norms(forms: Iterable[Form], mask_B: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from dpscale.engine.functions import identity
 from dpscale.engine.inductor import inductor
 from dpscale.engine.modules import Structure, structure, untouched
 from dpscale.engine.phases import cold_start, phase
+from dpscale.engine.verdict import Verdict, tell
 from dpscale.scaling import RULES, Scaling
 
 log = logging.getLogger("dpscale")
@@ -63,7 +64,6 @@ class Answer:
     norms: Tensor
     weights: Tensor
     losses: Tensor
-    finite: Tensor
 
 
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
@@ -132,9 +132,10 @@ class Compiled:
             whole = tree_unflatten([put.get(k, leaf) for k, leaf in enumerate(leaves)], self._spec)
             captures, grads, losses = evaluate(list(zip(coefficients.unbind(), values, strict=True)), whole, mask)
             with exactly(mask.device):
-                out, finite = weigh(gradients(captures, grads), formula, mask, parameters)
-            return *out.grads.values(), out.norms, out.weights, losses, finite
+                out, _ = weigh(gradients(captures, grads), formula, mask, parameters, tell=tell)
+            return *out.grads.values(), out.norms, out.weights, losses
 
+        self._verdict = Verdict(mask.device)
         data = [leaves[k] for k in self._tensors]
         self._strides = [t.stride() for t in data]
         self._storage = self._places()
@@ -162,7 +163,8 @@ class Compiled:
             self._last = list(coefficients)
             self._coefficients.copy_(torch.tensor(self._last, dtype=torch.float64))
         data = [leaves[k] for k in self._tensors]
-        with torch.no_grad():
+        self._verdict.expect()
+        with torch.no_grad(), self._verdict.listening():
             if self._replay is None:
                 data = [t if t.stride() == s else _laid_out(t, s) for t, s in zip(data, self._strides, strict=True)]
                 outputs = self._run(*self._values(), *data, mask)
@@ -172,6 +174,10 @@ class Compiled:
                 outputs = self._replay()
         grads = dict(zip(self._names, outputs, strict=False))
         return Answer(grads, *outputs[len(grads) :])
+
+    def stands(self) -> bool:
+        """Whether all norms of the last batch are finite, the masked ones too: if not, its answer is none. Waits."""
+        return self._verdict.read()
 
     def moved(self, found: Structure) -> bool:
         """Whether a parameter or buffer is no longer where it was, or another one (`load_state_dict(assign=True)`)."""
@@ -199,7 +205,7 @@ class Compiled:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph), self._verdict.listening():
                 outputs = self._run(*inputs)
         except RuntimeError as error:  # an operation that cannot be recorded: compiled, but launched one by one
             log.info("dpscale: not replayed as a CUDA graph (%s)", str(error).splitlines()[0])
@@ -287,7 +293,7 @@ class Fast:
         answer = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]])
         grads = {n: g.clone() for n, g in answer.grads.items()} if keep else answer.grads
         rest = {n: getattr(answer, n).clone() for n in ("norms", "weights", "losses")}
-        if not bool(answer.finite):  # waits for the device; a rare sample needs the second look
+        if not compiled.stands():  # a rare sample needs the second look
             return scaled_sum(self._model, loss_fn, batch, rule, mask, counting)
         # All are finite, so none was ignored: said on the CPU, where it can be read without waiting.
         return ScaledSum(grads=grads, ignored=torch.zeros((), dtype=torch.int64), **rest)
