@@ -658,7 +658,7 @@ def test_nobody_listens_once_the_bars_of_all_experiments_are_gone(found, capsys)
     assert "compiling" not in capsys.readouterr().err
 
 
-def test_compilations_go_side_by_side_and_a_failure_waits_for_its_turn(monkeypatch):
+def test_compilations_go_side_by_side_and_a_failure_is_told(monkeypatch, caplog):
     asked = []
 
     class Pool:
@@ -685,6 +685,7 @@ def test_compilations_go_side_by_side_and_a_failure_waits_for_its_turn(monkeypat
     with listening(told.append):
         compare.compile_ahead([job("dp-sgd"), job("dp-psac")])
     assert asked == [(2, (8,)), "dp-sgd", "dp-psac"] and told == ["compiling", None]
+    assert caplog.text.count("not compiled ahead: no memory") == 2
     compare.compile_ahead([])
     assert len(asked) == 3
 
@@ -692,10 +693,13 @@ def test_compilations_go_side_by_side_and_a_failure_waits_for_its_turn(monkeypat
 def test_on_a_gpu_steps_are_compiled_before_runs_that_share_them(tmp_path, monkeypatch):
     ahead = []
     monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(compare, "compile_ahead", lambda jobs: ahead.append([one.method for one in jobs]))
+    monkeypatch.setattr(compare, "compile_ahead", ahead.append)
     config = TINY.replace(epochs=1, grid=(0.1,))
     done = compare.compare(config, presets.methods("dp-sgd,psac-r-over-s"), [0], tmp_path, workers=2)
-    assert ahead == [["dp-sgd", "dp-psasc"], []] and done.left == 0
+    assert [[one.method for one in jobs] for jobs in ahead] == [["dp-sgd", "dp-psasc"], []] and done.left == 0
+    monkeypatch.undo()
+    for one in ahead[0]:
+        runner.rehearse(one)  # as they were asked for, they can be
 
 
 def test_a_rehearsal_takes_one_step_and_leaves_nothing(monkeypatch):

@@ -7,13 +7,14 @@ epoch.
 """
 
 import contextlib
+import logging
 import math
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, as_completed, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from dpscale.lab.presets import METHODS, Choice, Config, Method, searched
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
 from dpscale.lab.runner import Job, Progress, calibrate, run
+
+log = logging.getLogger("dpscale")
 
 SEARCH_SEED = 1000  # apart from the seeds of the final runs, which count from 0
 NOT_COUNTED = (
@@ -190,13 +193,14 @@ class _Batch:
     def _execute(self, jobs: Sequence[Job], pool: Executor | None) -> Iterator[Record]:
         if self.noise_multiplier is None and any(METHODS[job.method].rule for job in jobs):
             self.noise_multiplier = calibrate(jobs[0].config)
-        ready = (replace(job, noise_multiplier=self.noise_multiplier or 0.0) for job in jobs)
+        jobs = [replace(job, noise_multiplier=self.noise_multiplier or 0.0) for job in jobs]
         if pool is None:
-            yield from (run(job) for job in ready if self._in_time())
+            yield from (run(job) for job in jobs if self._in_time())
             return
         if torch.cuda.is_available() and self._in_time():
             compile_ahead([job for job in kinds(jobs) if step_of(job) not in self.compiled])
             self.compiled |= {step_of(job) for job in jobs}
+        ready = iter(jobs)
         under_way: set[Future[Record]] = set()
         try:
             while True:
@@ -231,15 +235,18 @@ def kinds(jobs: Sequence[Job]) -> list[Job]:
 def compile_ahead(jobs: Sequence[Job]) -> None:
     """Compile the steps of these runs, several at once, so that those which follow find them on disk.
 
-    Runs that start together would each compile the same step, with a dozen others at it. One that fails here will fail
-    in its turn, where that is reported.
+    Runs that start together would each compile the same step, with a dozen others at it. One that fails here is told,
+    and compiles in its turn.
     """
     if not jobs:
         return
     cores = os.cpu_count() or 2
     places = max(1, min(len(jobs), cores // 2, _room(jobs[0].config)))
     with phase("compiling"), _processes(places, cores // places) as pool:
-        wait([pool.submit(runner.rehearse, job) for job in jobs])
+        tried = {pool.submit(runner.rehearse, job): job for job in jobs}
+        for done in as_completed(tried):
+            if (error := done.exception()) is not None:
+                log.warning("dpscale: %s was not compiled ahead: %s", tried[done].method, error)
 
 
 def train(
