@@ -71,7 +71,7 @@ def chosen(form: Form) -> str:
         unfolded = isinstance(settled, Dense)
         return "kept by kernel" if direct else "kept, unfolded" if unfolded else "kept, kernel rows"
     if form._fast:
-        return "norm only by kernel" if direct else "patches"
+        return "pixels" if direct and form._small_maps else "norm only by kernel" if direct else "patches"
     _, patches, pixels = form._costs
     area = max(math.prod(form.x.shape[3:]), math.prod(form.g.shape[3:]))
     return "pixels" if pixels <= patches and len(form.x) * area**2 <= CHUNK else "patches"

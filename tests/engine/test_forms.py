@@ -203,6 +203,7 @@ def fast_forms():
         "conv-narrow": patches(3, 4, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1)),
         "conv-kept": patches(20, 4, (9, 8), (3, 2), (2, 1), (1, 0), (1, 2)),
         "conv-not-kept": patches(20, 24, (6, 6), (3, 3), (1, 1), (2, 0), (1, 1)),
+        "conv-small": patches(300, 280, (5, 4), (3, 3), (1, 1), (1, 1), (1, 1)),
         "conv-line": patches(30, 4, (40,), (3,), (2,), (1,), (1,)),
     }
 
@@ -217,7 +218,7 @@ def test_the_ways_of_cuda_are_the_same_gradients(monkeypatch, name):
     if name == "products-not-kept":
         monkeypatch.setattr(linear, "CHUNK", 0)
     called = []
-    for way in ("gram_norm2", "square", "keep", "weigh"):
+    for way in ("gram_norm2", "gram", "square", "keep", "weigh"):
         plain = getattr(kernels, way)
         monkeypatch.setattr(kernels, way, lambda *a, way=way, plain=plain: called.append(way) or plain(*a))
     settled = form.settle()
@@ -228,7 +229,7 @@ def test_the_ways_of_cuda_are_the_same_gradients(monkeypatch, name):
     torch.testing.assert_close(settled.norm2().double(), norms, rtol=2 * rounding + slack, atol=0)
     summed = torch.einsum("b,b...->...", w.double(), exact)
     assert (settled.weighted(w).double() - summed).norm() <= rounding * summed.norm()
-    ways = {"gram": {"gram_norm2", "weigh"}, "not-kept": {"square", "weigh"}}
+    ways = {"gram": {"gram_norm2", "weigh"}, "not-kept": {"square", "weigh"}, "small": {"gram", "weigh"}}
     assert set(called) == next((w for end, w in ways.items() if name.endswith(end)), {"keep"})
     if "keep" in called:  # what is bounded is what is summed: the norm is that of the rounded gradients
         norms = settled.per_sample().double().square().flatten(1).sum(1)
@@ -246,6 +247,16 @@ def test_small_gradients_are_packed_without_a_trace():
     assert list(sums) == list(grads)
     for name, g in grads.items():
         torch.testing.assert_close(sums[name], Dense(g).weighted(w))
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "stride", "chosen"), [(256, 8, 1, True), (256, 16, 1, True), (256, 40, 1, False),
+                                               (128, 32, 1, False), (256, 16, 2, False), (64, 4, 1, True)],
+)  # fmt: skip
+def test_pixels_are_taken_on_small_maps_of_many_channels(channels, size, stride, chosen):
+    out = (size - 1) // stride + 1
+    x, g = (torch.empty(2, 1, channels, n, n, dtype=torch.bfloat16, device="meta") for n in (size, out))
+    assert Patches(x, g, torch.Size((channels, channels, 3, 3)), (stride,) * 2, (1, 1), (1, 1), 1)._small_maps == chosen
 
 
 @pytest.mark.parametrize("name", ["products-not-kept", "conv-not-kept"])

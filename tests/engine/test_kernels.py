@@ -58,6 +58,16 @@ def test_gram_agrees_with_its_twin(monkeypatch, shape, long):
         torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_inner_products_of_short_numbers_are_not_rounded_to_them(device, dtype):
+    torch.manual_seed(0)
+    t = torch.randn(3, 64, 20, device=device).to(dtype).mT  # (B, T, C), as a channels-first image comes
+    found = kernels.gram(t)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.double(), torch.bmm(t.double(), t.double().mT), rtol=1e-6, atol=1e-4)
+
+
 @on_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [(21, 18), (64, 48), (130, 144)])

@@ -89,6 +89,14 @@ def gram_norm2(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
     return (product.sum((2, 3)) * twice).sum(1), terms
 
 
+def gram(t_BTC: Tensor) -> Tensor:
+    """The inner products of every two positions, (B, T, T), in float32 or wider: 16-bit numbers multiply exactly."""
+    if t_BTC.is_cuda and t_BTC.element_size() == 2:
+        return torch.bmm(t_BTC, t_BTC.mT, out_dtype=torch.float32)
+    wide = t_BTC.to(torch.promote_types(t_BTC.dtype, torch.float32))
+    return torch.bmm(wide, wide.mT)
+
+
 def aligned(t: Tensor) -> Tensor:
     """On CUDA, rows of a multiple of 16 numbers, as fast loads need: a vocabulary of odd size gets columns of zeros.
 

@@ -39,6 +39,9 @@ SMALL = 1 << 23
 FEW = 8
 """So many images of one sample (points, views) are worth going through one by one."""
 
+TOUCH = 500
+"""Multiplications by a kernel in the time that it takes to write a number and read it a few times."""
+
 NARROW = 64
 """Few inputs per patch: the channels alone would leave a kernel's tiles half empty."""
 
@@ -90,6 +93,16 @@ class Patches(Form):
     def _apart(self) -> bool:
         """Whether patches (nearly) do not overlap: unfolding is then one copy."""
         return len(self.x) * self._patch_numbers <= 2 * self.x.numel()
+
+    @property
+    def _small_maps(self) -> bool:
+        """Whether, where kernels could take the products, inner products of pixels are less work than these."""
+        if len(self.stride) != 2:
+            return False
+        area, positions = math.prod(self.x.shape[3:]), math.prod(self.g.shape[3:])
+        inputs, outputs = math.prod(self.weight_shape[1:]), self.weight_shape[0]
+        pixels = area**2 * (self.x.shape[2] + TOUCH) + positions**2 * (outputs + TOUCH)
+        return pixels <= positions * inputs * outputs and len(self.x) * max(area, positions) ** 2 <= CHUNK
 
     def _channels_last(self) -> tuple[Tensor, Tensor, kernels.Window]:
         """(B, H, W, C), (B, R, S, O) and the window, for the kernels; one dimension counts as a single row."""
@@ -189,6 +202,8 @@ class Patches(Form):
         if self._fast:
             if self._unfolds:
                 return self._outer().norm2()
+            if self._small_maps:
+                return self._norm2_by_pixels()
             return kernels.square(*self._channels_last()) + slack(self._terms())
         _, patches, pixels = self._costs
         area = max(math.prod(self.x.shape[3:]), math.prod(self.g.shape[3:]))
@@ -209,9 +224,9 @@ class Patches(Form):
 
     def _norm2_by_pixels(self) -> Tensor:
         """The Gram identity without patches: a_l·a_m = Σ_k x[l+k]·x[m+k], shifted windows of the pixels' Gram."""
-        x, g = wide(self.x).squeeze(1), wide(self.g).squeeze(1)
+        x, g = self.x.squeeze(1), self.g.squeeze(1)
         (height, width), (rows, columns) = x.shape[2:], g.shape[2:]
-        pixels = torch.bmm(x.flatten(2).mT, x.flatten(2)).view(-1, height, width, height, width)
+        pixels = kernels.gram(x.flatten(2).mT).view(-1, height, width, height, width)
         down, across = self.padding
         pixels = F.pad(pixels, (across, across, down, down) * 2)
 
@@ -219,14 +234,13 @@ class Patches(Form):
             start = offset * self.dilation[dim]
             return slice(start, start + self.stride[dim] * (count - 1) + 1, self.stride[dim])
 
-        gram = torch.zeros((), dtype=x.dtype, device=x.device)
+        gram = torch.zeros((), dtype=pixels.dtype, device=x.device)
         for i in range(self.weight_shape[2]):
             for j in range(self.weight_shape[3]):
                 r, c = windows(i, 0, rows), windows(j, 1, columns)
                 gram = gram + pixels[:, r, c, r, c]
         gram_a = gram.reshape(len(x), rows * columns, rows * columns)
-        gram_g = torch.bmm(g.flatten(2).mT, g.flatten(2))
-        squares, sizes = kernels.from_grams(gram_a, gram_g)
+        squares, sizes = kernels.from_grams(gram_a, kernels.gram(g.flatten(2).mT))
         return squares.clamp(min=0) + slack(sizes)
 
     def weighted(self, weights_B: Tensor) -> Tensor:
