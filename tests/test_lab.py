@@ -743,7 +743,9 @@ def test_the_verdict_calls_nobody_better_within_intervals():
     rows = [row("N", 0.99, 0.001, None), row("A", 0.90, 0.02), row("B", 0.93, 0.015)]
     assert summary.verdict(rows).startswith("No two of the 2 private methods differ")
     rows.append(row("C", 0.80, 0.01))
-    assert "A is above C; B is above C." in summary.verdict(rows)
+    assert "A and B are above C." in summary.verdict(rows)
+    rows.append(row("D", 0.83, 0.005))
+    assert "A and B are above C and D; D is above C." in summary.verdict(rows)
     assert "no interval" in summary.verdict([row("A", 0.9, None), row("B", 0.5, 0.1)])
 
 
@@ -754,6 +756,22 @@ def test_the_verdict_looks_seed_by_seed_too(found):
     assert rows[0].difference == pytest.approx(-0.01) and rows[1].difference is None
     told = summary.verdict(rows)
     assert told.startswith("No two of the 2 private methods differ") and "DP-SGD (−1.0 ± 0.0 points)" in told
+
+
+def test_the_verdict_says_where_a_search_stopped_at_the_end_of_its_grid(found):
+    def searched(record, rate, of=None, rates=(0.1, 0.2, 0.4)):
+        tries = [{"choice": {"rate": tried}, "accuracy": 0.9} for tried in rates]
+        search = {"searched_for": of or record.method, "tries": tries, "chosen": {"rate": rate}}
+        return dataclasses.replace(record, choice={**record.choice, "rate": rate}, search=search)
+
+    a, b = (next(r for r in found if r.method == name) for name in ("dp-sgd", "dp-psasc"))
+    told = summary.verdict(summary.summarize([searched(a, 0.4), searched(b, 0.4)]))
+    assert told.endswith("DP-SGD and DP-PSASC all chose the largest rate that was tried: a larger one might be better.")
+    told = summary.verdict(summary.summarize([searched(a, 0.1), searched(b, 0.2)]))
+    assert told.endswith("DP-SGD chose the smallest rate that was tried: a smaller one might be better.")
+    unsearched = dataclasses.replace(a, search=None)
+    for fine in (searched(a, 0.2), searched(a, 0.4, of="dp-psasc"), searched(a, 0.4, rates=(0.4,)), unsearched):
+        assert "might be better" not in summary.verdict(summary.summarize([fine, searched(b, 0.2)]))
 
 
 def test_as_many_places_as_the_test_set_allows():

@@ -40,6 +40,8 @@ class Row:
     test_size: int = 0
     difference: float | None = None
     difference_half_width: float | None = None
+    end: str | None = None
+    """"largest" or "smallest", if its own search chose that of the rates it tried."""
 
     @property
     def shown(self) -> str:
@@ -134,9 +136,18 @@ def summarize(records: Sequence[Record]) -> list[Row]:
                 test_size=first.data["test"],
                 difference=difference,
                 difference_half_width=difference_half_width,
+                end=_end(first),
             )
         )
     return rows
+
+
+def _end(record: Record) -> str | None:
+    if not record.search or record.search["searched_for"] != record.method:
+        return None
+    tried = sorted({each["choice"]["rate"] for each in record.search["tries"]})
+    ends = {tried[0]: "smallest", tried[-1]: "largest"} if len(tried) > 1 else {}
+    return ends.get(record.choice["rate"])
 
 
 def differ(one: Row, other: Row) -> bool:
@@ -147,18 +158,24 @@ def differ(one: Row, other: Row) -> bool:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Plain sentences: which private methods differ by more than their intervals, and which do not."""
+    """Plain sentences: which private methods differ by more than their intervals, which do not, and whether a search
+    stopped at the end of its grid."""
+    return " ".join(filter(None, (_differences(rows), _ends(rows))))
+
+
+def _differences(rows: Sequence[Row]) -> str:
     private = [row for row in rows if row.epsilon is not None]
     if any(row.half_width is None for row in private):
         return "With a single seed there is no interval, so nothing can be said about which method is better."
     if len(private) < 2:
         return "There are not two private methods here to tell apart."
-    found = []
+    above: dict[str, list[str]] = defaultdict(list)
     for row in private:
         worse = [other.title for other in private if differ(row, other) and row.accuracy > other.accuracy]
         if worse:
-            found.append(f"{row.title} is above {_list(worse)}")
-    if found:
+            above[_list(worse)].append(row.title)
+    if above:
+        found = [f"{_list(better)} {'is' if len(better) == 1 else 'are'} above {w}" for w, better in above.items()]
         told = f"Beyond their 95% intervals, {'; '.join(found)}. Every other pair of private methods overlaps."
     else:
         told = f"No two of the {len(private)} private methods differ beyond their 95% intervals."
@@ -175,6 +192,16 @@ def verdict(rows: Sequence[Row]) -> str:
         f"{told} Seed by seed, of {len(pairs)} private methods set against {REFERENCE.upper()}, those beyond the 95% "
         f"interval of the difference: {shown}. One in twenty such intervals misses by chance."
     )
+
+
+def _ends(rows: Sequence[Row]) -> str:
+    told = []
+    for end, other in (("largest", "larger"), ("smallest", "smaller")):
+        there = [row.title for row in rows if row.end == end]
+        if there:
+            verb = "chose" if len(there) == 1 else "all chose"
+            told.append(f"{_list(there)} {verb} the {end} rate that was tried: a {other} one might be better.")
+    return " ".join(told)
 
 
 def signed(difference: float | None, half_width: float | None, places: int = 1) -> str:
