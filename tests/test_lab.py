@@ -166,6 +166,7 @@ def test_every_value_of_a_preset_can_be_overridden():
         ({"sampling": "weekly"}, "'sampling' parameter of Config must be one of poisson, full-batch"),
         ({"average": 1.0}, r"'average' parameter of Config must be a number in \[0, 1\)"),
         ({"search_epochs": 0}, "'search_epochs' parameter of Config must be an integer >= 1"),
+        ({"micro_batch": 0}, "'micro_batch' parameter of Config must be an integer >= 1"),
         ({"model": "vit"}, "'model' parameter of Config must be one of digits_cnn, paper_cnn"),
     ],
 )
@@ -606,6 +607,7 @@ def test_how_a_choice_was_searched_is_no_part_of_a_run():
     }
     assert key(TINY.replace(held_out=0.3), role="search") != key(role="search")  # it trains on other samples
     assert key(TINY.replace(search_epochs=1)) == key() != key(TINY.replace(average=0.9))
+    assert key(TINY.replace(micro_batch=16)) == key()
     assert key(TINY.replace(search_epochs=1), role="search") != key(role="search")
 
 
@@ -714,6 +716,7 @@ def test_tries_on_a_gpu_have_the_shape_of_final_runs():
     whole, part = (SimpleNamespace(train_labels=SimpleNamespace(is_cuda=True), size=n) for n in (1437, 1150))
     final = Poisson(size=1437, batch=64).physical_batch
     assert runner._rows(TINY, whole) == runner._rows(TINY, part) == final > Poisson(size=1150, batch=51).physical_batch
+    assert runner._rows(TINY.replace(micro_batch=16), whole) == 16
     part.train_labels.is_cuda = False
     assert runner._rows(TINY, part) is None
 

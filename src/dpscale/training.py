@@ -146,9 +146,12 @@ class Private:
         reports = []
         for rows, part, part_mask in _split(batch, mask, self._micro_batch):
             with _memory_advice(self._micro_batch):
-                keep = len(part_mask) < len(mask)
+                keep = len(part_mask) < len(mask) and not sums  # the others are added to it at once
                 out = self._scaled_sum(loss_fn, part, part_mask, points, rows, keep)  # Σ w(‖g‖)·g
-            sums = {n: sums[n] + g if n in sums else g for n, g in out.grads.items()}
+            if sums:
+                torch._foreach_add_(list(sums.values()), [out.grads[n] for n in sums])
+            else:
+                sums = out.grads
             reports.append(out)
         report = _report(reports, mask)
         self._release(parameters, sums, report)
@@ -277,8 +280,9 @@ def privatize(
         plan: calibrated.
         seed: None for the operating system's randomness; an integer makes the run reproducible, and its noise
         guessable.
-        micro_batch: rows per forward; None for a whole logical batch. A matter of memory alone: results do not depend
-        on it.
+        micro_batch: rows per forward; None for a whole logical batch. A matter of memory and speed: results do not
+            depend on it. A Poisson draw of 512 on average is padded to 632 rows, so that (nearly) all fit; in parts of
+            64, to 544 on average.
         compile: trace and compile `Private.step` at its first batch, which takes from seconds to a minute and pays over
             a long run. None: on CUDA only. What cannot be compiled runs eagerly, with one line that says why. Numbers
             that ``loss_fn`` reads from attributes of objects are taken as they are at that first batch.

@@ -117,7 +117,8 @@ def fitting(config: Config) -> int:
 
 def _room(config: Config) -> int:
     """How many runs a GPU's memory holds."""
-    each = models.memory(config.model, runner.shape(config), config.batch)
+    rows = min(config.batch, config.micro_batch or config.batch)
+    each = models.memory(config.model, runner.shape(config), rows)
     return int(torch.cuda.mem_get_info()[0] / 2**30 / each)
 
 

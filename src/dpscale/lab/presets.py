@@ -44,6 +44,8 @@ class Config:
             for those that have them. See `tries`.
         kappa, lookahead: of `DiSK`.
         gamma: of `PerSampleEMA`.
+        micro_batch: rows of a part, in which a private step goes through its batch; None: all at once. In parts less
+            is padded, which pays where a part keeps the device busy. Results do not depend on it.
         sampling: "poisson", or "full-batch", with which one epoch is one step.
         C, r, s: constants of the scaling rules.
         tune: search rate and momentum on held-out training data; otherwise take the rate from ``rates``.
@@ -86,6 +88,7 @@ class Config:
     kappa: float = 0.7
     lookahead: float = 0.5
     gamma: float = 0.5
+    micro_batch: int | None = None
     sampling: str = "poisson"
     rates: Mapping[str, float] = field(default_factory=dict)
     diagnostics: bool = False
@@ -105,7 +108,7 @@ class Config:
         precisions = ("float32", "bf16")
         require(self.precision in precisions, "Config", "precision", f"one of {', '.join(precisions)}", self.precision)
         require(0 <= self.average < 1, "Config", "average", "a number in [0, 1)", self.average)
-        for name in ("train_size", "search_epochs"):
+        for name in ("train_size", "search_epochs", "micro_batch"):
             if getattr(self, name) is not None:
                 require_count("Config", name, getattr(self, name))
         kinds = [*_MOMENTA, "none"]
@@ -422,6 +425,7 @@ def celeba_male() -> Config:
         s=0.45,
         **_LARGE,
         search_epochs=3,
+        micro_batch=64,
         rates=_rates(1e-3),
     )
 
@@ -442,6 +446,7 @@ def imagenette() -> Config:
         s=0.8,
         **_LARGE,
         search_epochs=10,
+        micro_batch=32,
         rates=_rates(1e-3),
     )
 

@@ -91,9 +91,10 @@ def key(config: Mapping[str, Any], role: str, method: str, seed: int, choice: Ma
 
 
 def asked(config: Mapping[str, Any], role: str) -> dict[str, Any]:
-    """What of a configuration a run depends on: its choice is named apart, so how it was searched does not matter."""
+    """What of a configuration a run depends on: its choice is named apart, so how it was searched does not matter;
+    neither does in which parts a batch was computed."""
     wanted = dict(config)
-    for name in ("tune", "grid", "gamma1s", "inner", "rates", "note"):
+    for name in ("tune", "grid", "gamma1s", "inner", "rates", "note", "micro_batch"):
         wanted.pop(name, None)
     if role != "search":
         wanted.pop("held_out", None)

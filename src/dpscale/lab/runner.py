@@ -290,9 +290,10 @@ def _sampling(config: Config, samples: int) -> Sampling:
 
 
 def _rows(config: Config, data: Data) -> int | None:
-    """Rows of a padded batch. On CUDA those of a try are padded like a final run's: one compiled step serves both."""
-    if not data.train_labels.is_cuda:
-        return None
+    """Rows of a part of a batch, or of all of it, padded. On CUDA a try's is padded like a final run's: one compiled
+    step serves both."""
+    if config.micro_batch is not None or not data.train_labels.is_cuda:
+        return config.micro_batch
     return max(_sampling(config, samples).physical_batch for samples in (data.size, size(config)))
 
 
