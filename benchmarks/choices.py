@@ -73,7 +73,7 @@ def chosen(form: Form) -> str:
     if form._fast:
         return "pixels" if direct and form._small_maps else "norm only by kernel" if direct else "patches"
     _, patches, pixels = form._costs
-    area = max(math.prod(form.x.shape[3:]), math.prod(form.g.shape[3:]))
+    area = max(form._padded_area, math.prod(form.g.shape[3:]))
     return "pixels" if pixels <= patches and len(form.x) * area**2 <= CHUNK else "patches"
 
 

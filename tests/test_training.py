@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -254,3 +255,41 @@ def test_a_thousand_steps_hold_no_more_than_a_hundred():
             gc.collect()
             alive[run.steps_taken] = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
     assert alive[1000] <= alive[100] + 2
+
+
+class Normalized(nn.Module):
+    """A layer, a normalization that takes its scale out again, and a head that is sure of itself."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.Conv2d(64, 64, 3, padding=1, bias=False) if kind == "conv" else nn.Linear(64, 64, bias=False)
+        self.head = nn.Linear({"conv": 64 * 16, "sequence": 64 * 32, "linear": 64}[kind], 2)
+        with torch.no_grad():
+            self.head.weight.mul_(100)
+
+    def forward(self, x):
+        y = self.layer(x)
+        y = F.group_norm(y, 1) if self.kind == "conv" else F.layer_norm(y, (64,))
+        return self.head(y.flatten(1))
+
+
+@pytest.mark.parametrize("scale", [1.0, 3e17, 1e18])
+@pytest.mark.parametrize("kind", ["linear", "sequence", "conv"])
+def test_one_sample_of_any_scale_stays_within_the_bound(kind, scale):
+    """Squares of its output gradients have no place in float32; its gradient does."""
+    torch.manual_seed(1)
+    model, rule = Normalized(kind), dpscale.AutoS(C=1.0, r=1e-4)
+    x = scale * torch.randn(4, *{"conv": (64, 4, 4), "sequence": (32, 64), "linear": (64,)}[kind])
+    with torch.no_grad():
+        z = model(x)[0]
+        y = z.argmax().expand(4)
+        surplus = z[y[0]] - z[1 - y[0]]
+    mask = torch.tensor([True, False, False, False])
+    for margin in (13.0, 14.0, 15.0, 16.0):
+        with torch.no_grad():
+            model.head.bias.zero_()
+            model.head.bias[y[0]] += margin - surplus
+        out = dpscale.scaled_sum(model, loss_fn, (x, y), rule, mask)
+        total = sum(g.double().square().sum() for g in out.grads.values()).sqrt()
+        assert 0 < total <= rule.bound * (1 + 1e-6), (margin, float(total))

@@ -327,3 +327,41 @@ def test_the_same_numbers_with_another_sign_are_not_taken_for_one_input(kind):
     z = torch.complex(getattr(a, field), getattr(a, field).cos())
     a, b = (dataclasses.replace(form, **{field: t.imag}) for form, t in ((a, z), (b, z.conj())))
     torch.testing.assert_close(a.join(b).per_sample(), a.per_sample() + b.per_sample())
+
+
+VANISHING = [(1.0, 1e-4), (1e16, 1e-20), (1e17, 1e-23), (3e17, 1e-24)]
+"""Inputs and output gradients whose product is ordinary, while squares of the second have no place in float32."""
+
+
+@pytest.mark.parametrize(("large", "small"), VANISHING)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("kind", ["one-position", "gram", "products", "pixels", "pixels-16-bit"])
+def test_squares_that_vanish_hide_nothing_of_a_norm(monkeypatch, kind, swapped, large, small):
+    """As where a normalization follows a layer: the output gradient goes down as the input goes up."""
+    torch.manual_seed(0)
+    large, small = (small, large) if swapped else (large, small)
+    if kind.startswith("pixels"):
+        x, g = large * torch.randn(2, 1, 300, 5, 4), small * torch.randn(2, 1, 280, 5, 4)
+        if kind == "pixels-16-bit":
+            x, g = x.bfloat16(), g.bfloat16()
+            monkeypatch.setattr(kernels, "available", lambda *_: True)
+        form = Patches(x, g, torch.Size((280, 300, 3, 3)), (1, 1), (1, 1), (1, 1), 1)
+        ways = [form._norm2_by_pixels(), form.norm2()]
+    else:
+        t, i, o = {"one-position": (1, 30, 20), "gram": (6, 30, 40), "products": (50, 7, 5)}[kind]
+        form = Outer(large * torch.randn(2, t, i), small * torch.randn(2, t, o))
+        ways = [form.norm2()]
+        assert (form.terms() >= form.map(Widen()).terms() * (1 - 1e-6)).all()
+    exact = form.map(Widen()).per_sample().flatten(1).norm(dim=1)
+    for found in ways:
+        assert (found.double().sqrt() >= exact * (1 - 1e-6)).all()
+    if large == 1.0:
+        torch.testing.assert_close(ways[0].double().sqrt(), exact, rtol=1e-4, atol=0)
+
+
+def test_the_padding_of_pixels_counts():
+    """A window that reaches far, as in segmentation, is padded to many times the image."""
+    x, g = (torch.empty(256, 1, 256, 16, 16, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    shape = torch.Size((256, 256, 3, 3))
+    assert Patches(x, g, shape, (1, 1), (1, 1), (1, 1), 1)._small_maps
+    assert not Patches(x, g, shape, (1, 1), (18, 18), (18, 18), 1)._small_maps

@@ -54,13 +54,23 @@ def gram_available(*operands: Tensor) -> bool:
 
 def gram_norm2_plain(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
     """The twin: (squared norms, norms of the terms (B, T))."""
-    return from_grams(torch.bmm(a_BTI, a_BTI.mT), torch.bmm(g_BTO, g_BTO.mT))
+    return from_grams(torch.bmm(a_BTI, a_BTI.mT), torch.bmm(g_BTO, g_BTO.mT), a_BTI.shape[2], g_BTO.shape[2])
 
 
-def from_grams(gram_a: Tensor, gram_g: Tensor) -> tuple[Tensor, Tensor]:
-    """(Squared norms, norms of the terms (B, T)) from the two Gram matrices of each sample."""
-    diagonals = gram_a.diagonal(dim1=1, dim2=2).clamp(min=0) * gram_g.diagonal(dim1=1, dim2=2).clamp(min=0)
-    return (gram_a * gram_g).sum((1, 2)), diagonals.sqrt()
+def from_grams(gram_a: Tensor, gram_g: Tensor, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
+    """(Squared norms, norms of the terms (B, T)) from the two Gram matrices of each sample, of so many features."""
+    product = upper_product(gram_a, gram_g, inputs, outputs)
+    return product.sum((1, 2)), product.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+
+
+def upper_product(gram_a: Tensor, gram_g: Tensor, inputs: int, outputs: int) -> Tensor:
+    """Inner products of ``inputs`` numbers times others of ``outputs``, and what underflow can have taken from them.
+
+    Squares of small numbers vanish: (g·g) may be 0 where (a·a)(g·g) is not. Each of the numbers that were added up may
+    have lost `tiny`, the smallest that is held to full precision.
+    """
+    tiny = torch.finfo(gram_a.dtype).tiny
+    return gram_a * gram_g + (outputs * tiny) * gram_a.abs() + (inputs * tiny) * gram_g.abs()
 
 
 def gram_norm2(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +90,7 @@ def gram_norm2(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
     tiles_a, tiles_g = (
         torch.ops.dpscale.gram_tiles(_rows_side_by_side(aligned(t)), _precision()) for t in (a_BTI, g_BTO)
     )
-    product = tiles_a * tiles_g  # (B, pairs, block, block)
+    product = upper_product(tiles_a, tiles_g, a_BTI.shape[2], g_BTO.shape[2])  # (B, pairs, block, block)
     block = product.shape[2]
     column = torch.arange(-(-length // block), device=product.device)
     on_diagonal = column * (column + 3) // 2  # pairs are counted column by column
@@ -195,6 +205,7 @@ def _scaled_product(a_BTI: Tensor, g_BTO: Tensor, weights_B: Tensor) -> Tensor:
 
 
 if triton is not None:
+    TINY = tl.constexpr(2.0**-126)
 
     @triton.jit
     def _place(pair):  # type: ignore[no-untyped-def]
@@ -232,8 +243,9 @@ if triton is not None:
         row, column = _place(pair)
         rows = row * BLOCK + tl.arange(0, BLOCK)
         columns = column * BLOCK + tl.arange(0, BLOCK)
-        product = _tile(a + b * a_b, rows, columns, length, a_t, 0, inputs, BLOCK, BK, PRECISION)
-        product *= _tile(g + b * g_b, rows, columns, length, g_t, 0, outputs, BLOCK, BK, PRECISION)
+        gram_a = _tile(a + b * a_b, rows, columns, length, a_t, 0, inputs, BLOCK, BK, PRECISION)
+        gram_g = _tile(g + b * g_b, rows, columns, length, g_t, 0, outputs, BLOCK, BK, PRECISION)
+        product = gram_a * gram_g + (outputs * TINY) * tl.abs(gram_a) + (inputs * TINY) * tl.abs(gram_g)
         total = tl.sum(tl.sum(product, 1), 0)
         # Partial sums are written, not added atomically: the same batch gives the same norm every time.
         tl.store(out + b * pairs + pair, tl.where(row == column, total, 2.0 * total))

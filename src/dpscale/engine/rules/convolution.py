@@ -28,6 +28,7 @@ from dpscale.engine.rules.forms import (
     same,
     scaled,
     side_by_side,
+    size,
     slack,
     wide,
 )
@@ -39,8 +40,9 @@ SMALL = 1 << 23
 FEW = 8
 """So many images of one sample (points, views) are worth going through one by one."""
 
-TOUCH = 500
-"""Multiplications by a kernel in the time that it takes to write a number and read it a few times."""
+TOUCH = 50
+"""Multiplications by a kernel in the time in which a number is read from the cache; to write one takes four times as
+long."""
 
 NARROW = 64
 """Few inputs per patch: the channels alone would leave a kernel's tiles half empty."""
@@ -99,10 +101,15 @@ class Patches(Form):
         """Whether, where kernels could take the products, inner products of pixels are less work than these."""
         if len(self.stride) != 2:
             return False
-        area, positions = math.prod(self.x.shape[3:]), math.prod(self.g.shape[3:])
-        inputs, outputs = math.prod(self.weight_shape[1:]), self.weight_shape[0]
-        pixels = area**2 * (self.x.shape[2] + TOUCH) + positions**2 * (outputs + TOUCH)
+        inputs, outputs, taps = math.prod(self.weight_shape[1:]), self.weight_shape[0], math.prod(self.weight_shape[2:])
+        area, positions = self._padded_area, math.prod(self.g.shape[3:])
+        pixels = area**2 * (self.x.shape[2] + 4 * TOUCH) + positions**2 * (outputs + TOUCH * taps)
         return pixels <= positions * inputs * outputs and len(self.x) * max(area, positions) ** 2 <= CHUNK
+
+    @property
+    def _padded_area(self) -> int:
+        """Pixels of an image with its padding: their Gram matrix is padded to that."""
+        return math.prod(n + 2 * p for n, p in zip(self.x.shape[3:], self.padding, strict=True))
 
     def _channels_last(self) -> tuple[Tensor, Tensor, kernels.Window]:
         """(B, H, W, C), (B, R, S, O) and the window, for the kernels; one dimension counts as a single row."""
@@ -206,7 +213,7 @@ class Patches(Form):
                 return self._norm2_by_pixels()
             return kernels.square(*self._channels_last()) + slack(self._terms())
         _, patches, pixels = self._costs
-        area = max(math.prod(self.x.shape[3:]), math.prod(self.g.shape[3:]))
+        area = max(self._padded_area, math.prod(self.g.shape[3:]))
         if pixels <= patches and len(self.x) * area**2 <= CHUNK:
             return self._norm2_by_pixels()
         step = max(1, CHUNK // self._patch_numbers)
@@ -219,8 +226,9 @@ class Patches(Form):
         squares = wide(x).square().sum(3).unsqueeze(1)
         ones = squares.new_ones(1, 1, *window.kernel)
         patches = torch.conv2d(squares, ones, None, window.stride, window.padding, window.dilation).squeeze(1)
-        patches = patches[:, : g.shape[1], : g.shape[2]].clamp(min=0)
-        return (patches * wide(g).square().sum(3)).sqrt().flatten(1)
+        tiny = torch.finfo(patches.dtype).tiny
+        patches = patches[:, : g.shape[1], : g.shape[2]].clamp(min=0) + math.prod(self.weight_shape[1:]) * tiny
+        return (patches.sqrt() * size(g, 3)).flatten(1)
 
     def _norm2_by_pixels(self) -> Tensor:
         """The Gram identity without patches: a_l·a_m = Σ_k x[l+k]·x[m+k], shifted windows of the pixels' Gram."""
@@ -240,7 +248,8 @@ class Patches(Form):
                 r, c = windows(i, 0, rows), windows(j, 1, columns)
                 gram = gram + pixels[:, r, c, r, c]
         gram_a = gram.reshape(len(x), rows * columns, rows * columns)
-        squares, sizes = kernels.from_grams(gram_a, kernels.gram(g.flatten(2).mT))
+        inputs, outputs = math.prod(self.weight_shape[1:]), self.weight_shape[0]
+        squares, sizes = kernels.from_grams(gram_a, kernels.gram(g.flatten(2).mT), inputs, outputs)
         return squares.clamp(min=0) + slack(sizes)
 
     def weighted(self, weights_B: Tensor) -> Tensor:

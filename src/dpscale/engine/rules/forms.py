@@ -182,6 +182,12 @@ def slack(sizes_BT: Tensor) -> Tensor:
     return 4 * torch.finfo(sizes_BT.dtype).eps * sizes_BT.sum(1).square()
 
 
+def size(t: Tensor, dim: int) -> Tensor:
+    """The norm along a dimension, never less than it is: squares of small numbers vanish."""
+    numbers = wide(t)
+    return (numbers.square().sum(dim) + t.shape[dim] * torch.finfo(numbers.dtype).tiny).sqrt()
+
+
 def wide(t: Tensor) -> Tensor:
     """At least float32: a norm must never be computed at less precision than what it bounds."""
     return t.to(torch.promote_types(t.dtype, torch.float32))

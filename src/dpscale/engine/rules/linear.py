@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Dense, Form, as_multiplied, same, side_by_side, slack, wide
+from dpscale.engine.rules.forms import Change, Dense, Form, as_multiplied, same, side_by_side, size, slack, wide
 
 CHUNK = 1 << 26
 """How many numbers of instantiated per-sample gradients to hold at once."""
@@ -75,9 +75,7 @@ class Outer(Form):
         """The norms of the terms g_t a_tᵀ, (B, T): what the rounding of their sum is relative to."""
         if self.gram and self.a_BTI.shape[1] > 1:
             return self._by_gram[1]
-        a, g = (torch.linalg.vector_norm(wide(t), dim=2) for t in (self.a_BTI, self.g_BTO))
-        terms: Tensor = a * g
-        return terms
+        return size(self.a_BTI, 2) * size(self.g_BTO, 2)
 
     def kept(self) -> Dense:
         """The gradients, laid out as they are made fastest; of 16-bit operands rounded, as autograd rounds them."""
@@ -91,7 +89,7 @@ class Outer(Form):
     def norm2(self) -> Tensor:
         """By the Gram identity, or by the gradients a chunk of samples at a time."""
         if self.a_BTI.shape[1] == 1:
-            return wide(self.a_BTI).square().sum((1, 2)) * wide(self.g_BTO).square().sum((1, 2))
+            return (size(self.a_BTI, 2) * size(self.g_BTO, 2)).squeeze(1).square()
         if self.gram:
             squares, sizes = self._by_gram
             return squares.clamp(min=0) + slack(sizes)  # rounding may leave a tiny negative
