@@ -42,6 +42,8 @@ def test_any_value_of_a_preset_can_be_set(monkeypatch):
     config = options.configured("digits", None, None, values, epochs=2)
     found = config.grid, config.inner, config.search_epochs, config.note, config.held_out, config.epochs
     assert found == ((0.5, 1), ((1, 0.9),), 1, "mine", 0.3, 2)
+    whole = options.configured("celeba-male", None, None, ["micro_batch=null"])
+    assert presets.preset("celeba-male").micro_batch == 64 and whole.micro_batch is None
 
 
 # -- help and version ------------------------------------------------------------------------------------------

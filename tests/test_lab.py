@@ -761,6 +761,17 @@ def test_the_verdict_looks_seed_by_seed_too(found):
     assert told.startswith("No two of the 2 private methods differ") and "DP-SGD (−1.0 ± 0.0 points)" in told
 
 
+def test_a_wider_search_is_told_of_runs_that_it_chose_again(tmp_path):
+    config, methods = TINY.replace(tune=True, epochs=1), presets.methods("dp-sgd")
+    for grid in ((0.1, 0.8), (0.1, 0.8, 400.0)):
+        done = compare.compare(config.replace(grid=grid), methods, [0], tmp_path, workers=1).records
+        kept = [r for r in records.load(tmp_path) if r.role == "final"]
+        for (record,) in (done, kept):
+            assert [each["choice"]["rate"] for each in record.search["tries"]] == list(grid)
+            assert record.choice["rate"] == 0.8
+    assert "might be better" not in summary.verdict(summary.summarize(done))
+
+
 def test_the_verdict_says_where_a_search_stopped_at_the_end_of_its_grid(found):
     def searched(record, rate, of=None, rates=(0.1, 0.2, 0.4)):
         tries = [{"choice": {"rate": tried}, "accuracy": 0.9} for tried in rates]

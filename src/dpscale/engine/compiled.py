@@ -153,7 +153,7 @@ class Compiled:
         self._replay: Callable[[], Any] | None = None
         self._static: list[Tensor] = []
         if mask.is_cuda:
-            with phase("recording"), torch.no_grad():
+            with phase("recording"), torch.no_grad(), torch.cuda.device(mask.device):
                 self._capture_graph(data, mask)
 
     def __call__(self, batch: Any, mask: Tensor, coefficients: Sequence[float]) -> Answer:
@@ -169,9 +169,10 @@ class Compiled:
                 data = [t if t.stride() == s else _laid_out(t, s) for t, s in zip(data, self._strides, strict=True)]
                 outputs = self._run(*self._values(), *data, mask)
             else:
-                for buffer, t in zip(self._static, [*data, mask], strict=True):
-                    buffer.copy_(t, non_blocking=True)
-                outputs = self._replay()
+                with torch.cuda.device(mask.device):
+                    for buffer, t in zip(self._static, [*data, mask], strict=True):
+                        buffer.copy_(t, non_blocking=True)
+                    outputs = self._replay()
         grads = dict(zip(self._names, outputs, strict=False))
         return Answer(grads, *outputs[len(grads) :])
 

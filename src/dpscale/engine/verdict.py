@@ -81,7 +81,7 @@ class Verdict:
 def _tell(weights: Tensor, stands: Tensor) -> Tensor:
     host = _listener.get()
     if host is not None:
-        host.copy_(stands.view(torch.uint8).view(1), non_blocking=True)
+        host.copy_(stands.view(torch.uint8).view(1), non_blocking=stands.is_cuda)
     return weights.clone()
 
 

@@ -7,6 +7,7 @@ epoch.
 """
 
 import contextlib
+import json
 import logging
 import math
 import multiprocessing
@@ -117,8 +118,7 @@ def fitting(config: Config) -> int:
 
 def _room(config: Config) -> int:
     """How many runs a GPU's memory holds."""
-    rows = min(config.batch, config.micro_batch or config.batch)
-    each = models.memory(config.model, runner.shape(config), rows)
+    each = models.memory(config.model, runner.shape(config), config.batch)  # not all go through it in parts
     return int(torch.cuda.mem_get_info()[0] / 2**30 / each)
 
 
@@ -183,13 +183,21 @@ class _Batch:
                 missing.append(job)
             else:
                 self.done += 1
-                found.append(known)
+                found.append(self._searched(known, job))
         for record in self._execute(missing, pool):
             record.save(_folder(self.out, record.role))
             self.done += 1
             found.append(record)
             self.on_finished(Finished(record=record, done=self.done, total=self.total))
         return found
+
+    def _searched(self, record: Record, job: Job) -> Record:
+        """The record of a run that a wider search has chosen again: that search is told from now on."""
+        if job.search is None or json.dumps(record.search) == json.dumps(job.search):
+            return record
+        record = replace(record, search=job.search)
+        record.save(_folder(self.out, record.role))
+        return record
 
     def _execute(self, jobs: Sequence[Job], pool: Executor | None) -> Iterator[Record]:
         if self.noise_multiplier is None and any(METHODS[job.method].rule for job in jobs):

@@ -99,12 +99,14 @@ def configured(name: str, rate: float | None, data: Path | None, values: list[st
     """The preset with what the command line changes; a momentum that is given is not searched."""
     if data is not None:
         os.environ["DPSCALE_DATA"] = str(data)  # for the processes of a comparison too
-    changes |= _values(values or [])
+    given = _values(values or [])
     try:
         config = presets.preset(name).replace(**changes)
+        config = dataclasses.replace(config, **given)  # where None is a value like any other
     except TypeError as error:
         told = f"--set {' --set '.join(values or [])}"
         raise ValueError(f"A value is of the wrong kind in {told}: {error}. A list is written as [1, 2].") from error
+    changes |= given
     if changes.get("gamma1") is not None:
         config = config.replace(gamma1s=(config.gamma1,))
     if changes.get("K0") is not None or changes.get("gamma0") is not None:
