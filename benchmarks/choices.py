@@ -70,11 +70,9 @@ def chosen(form: Form) -> str:
     if settled is not form:
         unfolded = isinstance(settled, Dense)
         return "kept by kernel" if direct else "kept, unfolded" if unfolded else "kept, kernel rows"
-    if form._fast:
-        return "pixels" if direct and form._small_maps else "norm only by kernel" if direct else "patches"
-    _, patches, pixels = form._costs
-    area = max(form._padded_area, math.prod(form.g.shape[3:]))
-    return "pixels" if pixels <= patches and len(form.x) * area**2 <= CHUNK else "patches"
+    if form._by_pixels:
+        return "pixels"
+    return "norm only by kernel" if direct else "patches"
 
 
 def outer_ways(form: Outer) -> dict[str, Way]:

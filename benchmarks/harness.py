@@ -80,12 +80,13 @@ def turns(steps: Sequence[Step], device: str, rounds: int) -> list[list[float]]:
     On CUDA a turn is a few steps, as in training: the host prepares one while the device still works on another.
     """
     first = [seconds(step, device) for step in steps]  # warm-up
+    times = 1
     if max(first) > SLOW:
         rounds = max(2, min(rounds, int(BUDGET / sum(first))))
     else:
+        times = FLOW if device == "cuda" else 1
         for step in steps:
             step()
-    times = FLOW if device == "cuda" and max(first) < SLOW else 1
     taken = [[seconds(step, device, times) for step in steps] for _ in range(rounds)]
     return [list(column) for column in zip(*taken, strict=True)]
 

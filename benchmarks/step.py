@@ -7,9 +7,8 @@
 Every row is a whole step (forward, backward, scaling, noise, SGD update) on the same batch. Each contender takes turns,
 round by round, with the compiled (or, without it, the eager) plain step, so that a busy machine slows both alike; a
 ratio is the median over rounds of the time relative to the plain step's in the same round. On CUDA a turn is five steps
-without a wait between them, as in training. Only these two are alive
-then; where they do not fit together, the contender is timed alone. vmap(grad) is written as users write it, without
-chunks: out of memory is an answer too.
+without a wait between them, as in training. Only these two are alive then; where they do not fit together, the
+contender is timed alone. vmap(grad) is written as users write it, without chunks: out of memory is an answer too.
 
 Memory is that of a step at its peak, model and batch included: on CUDA what the allocator has reserved, on the CPU the
 growth of the process. Cold start is the time of the first two steps, with an empty compiler cache (with --cache and

@@ -101,8 +101,7 @@ def configured(name: str, rate: float | None, data: Path | None, values: list[st
         os.environ["DPSCALE_DATA"] = str(data)  # for the processes of a comparison too
     given = _values(values or [])
     try:
-        config = presets.preset(name).replace(**changes)
-        config = dataclasses.replace(config, **given)  # where None is a value like any other
+        config = dataclasses.replace(presets.preset(name).replace(**changes), **given)  # None is given, or nothing is
     except TypeError as error:
         told = f"--set {' --set '.join(values or [])}"
         raise ValueError(f"A value is of the wrong kind in {told}: {error}. A list is written as [1, 2].") from error

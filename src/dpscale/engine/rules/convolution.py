@@ -97,6 +97,16 @@ class Patches(Form):
         return len(self.x) * self._patch_numbers <= 2 * self.x.numel()
 
     @property
+    def _by_pixels(self) -> bool:
+        """Whether the norm is taken by inner products of pixels: they are the least work, and fit."""
+        if self._fast:
+            least = not self._unfolds and self._small_maps
+        else:
+            _, patches, pixels = self._costs
+            least = pixels <= patches
+        return least and len(self.x) * max(self._padded_area, math.prod(self.g.shape[3:])) ** 2 <= CHUNK
+
+    @property
     def _small_maps(self) -> bool:
         """Whether, where kernels could take the products, inner products of pixels are less work than these."""
         if len(self.stride) != 2:
@@ -104,7 +114,7 @@ class Patches(Form):
         inputs, outputs, taps = math.prod(self.weight_shape[1:]), self.weight_shape[0], math.prod(self.weight_shape[2:])
         area, positions = self._padded_area, math.prod(self.g.shape[3:])
         pixels = area**2 * (self.x.shape[2] + 4 * TOUCH) + positions**2 * (outputs + TOUCH * taps)
-        return pixels <= positions * inputs * outputs and len(self.x) * max(area, positions) ** 2 <= CHUNK
+        return pixels <= positions * inputs * outputs
 
     @property
     def _padded_area(self) -> int:
@@ -206,16 +216,12 @@ class Patches(Form):
 
     def norm2(self) -> Tensor:
         """By pixels on small maps; else, per group, by the outer products over patches, in chunks of samples."""
+        if self._by_pixels:
+            return self._norm2_by_pixels()
         if self._fast:
             if self._unfolds:
                 return self._outer().norm2()
-            if self._small_maps:
-                return self._norm2_by_pixels()
             return kernels.square(*self._channels_last()) + slack(self._terms())
-        _, patches, pixels = self._costs
-        area = max(self._padded_area, math.prod(self.g.shape[3:]))
-        if pixels <= patches and len(self.x) * area**2 <= CHUNK:
-            return self._norm2_by_pixels()
         step = max(1, CHUNK // self._patch_numbers)
         parts = [self._slice(k, k + step)._outer().norm2() for k in range(0, len(self.x), step)]
         return torch.cat(parts).view(-1, self.groups).sum(1)
