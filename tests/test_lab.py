@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 import json
+import math
 import re
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -165,6 +166,7 @@ def test_every_value_of_a_preset_can_be_overridden():
         ({"epsilon": float("inf")}, "'epsilon' parameter of Config must be a finite number > 0"),
         ({"sampling": "weekly"}, "'sampling' parameter of Config must be one of poisson, full-batch"),
         ({"average": 1.0}, r"'average' parameter of Config must be a number in \[0, 1\)"),
+        ({"schedule": "weekly"}, "'schedule' parameter of Config must be one of constant, linear, cosine"),
         ({"search_epochs": 0}, "'search_epochs' parameter of Config must be an integer >= 1"),
         ({"micro_batch": 0}, "'micro_batch' parameter of Config must be an integer >= 1"),
         ({"model": "vit"}, "'model' parameter of Config must be one of digits_cnn, paper_cnn"),
@@ -554,6 +556,52 @@ def test_the_average_of_the_weights_is_what_is_measured(monkeypatch):
     assert plain.loss != pytest.approx(loss, rel=1e-3)
 
 
+@pytest.mark.parametrize("method", ["dp-sgd", "non-private"])
+@pytest.mark.parametrize(
+    ("schedule", "left"),
+    [
+        ("constant", lambda over: 1.0),
+        ("linear", lambda over: 1 - over),
+        ("cosine", lambda over: math.cos(math.pi * over / 2) ** 2),
+    ],
+)
+def test_the_learning_rate_falls_over_a_whole_run(schedule, left, method, monkeypatch):
+    """Full at the first step, next to nothing at the last; a try, which is shorter, goes all the way too."""
+    config = TINY.replace(epochs=3, search_epochs=2, diagnostics=False, schedule=schedule)
+    rates, make = [], runner._optimizer
+
+    def watched(*args):
+        optimizer = make(*args)
+        optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+        return optimizer
+
+    monkeypatch.setattr(runner, "_optimizer", watched)
+    for role, epochs in (("final", 3), ("search", 2)):
+        rates.clear()
+        asked = dataclasses.replace(job(method, role=role), config=config)
+        runner.run(asked)
+        steps = runner._sampling(config, runner.load(config, role).size).steps(epochs)
+        assert rates == pytest.approx([asked.learning_rate * left(k / steps) for k in range(steps)])
+
+
+@pytest.mark.parametrize(("epochs", "compiled"), [(2, False), (250, True)])
+def test_long_runs_are_compiled_on_the_cpu_too(epochs, compiled, monkeypatch):
+    asked = []
+    monkeypatch.setattr(runner, "privatize", lambda *_, **options: asked.append(options["compile"]))
+    with pytest.raises(AttributeError):  # nothing to train with
+        runner.run(job("dp-sgd", config=TINY.replace(epochs=epochs)))
+    assert asked == [compiled]
+
+
+def test_a_report_says_what_is_out_of_the_ordinary(folder, found):
+    said = report.settings(_experiment(*found))
+    assert said.endswith(f"expected batch {TINY.batch}.")
+    others = {"optimizer": "nadam", "schedule": "cosine", "average": 0.9}
+    changed = [dataclasses.replace(r, config=r.config | others) for r in found]
+    told = "NAdam, a learning rate that falls to 0 (cosine), measured at the moving average of the weights"
+    assert told in report.settings(_experiment(*changed))
+
+
 def test_a_report_has_what_is_packed_and_what_was_run_since(folder, tmp_path):
     """Records packed beside a folder and loose ones in it are one experiment, and none is counted twice."""
     records.pack(folder, tmp_path / "digits.jsonl")
@@ -607,7 +655,9 @@ def test_how_a_choice_was_searched_is_no_part_of_a_run():
     }
     assert key(TINY.replace(held_out=0.3), role="search") != key(role="search")  # it trains on other samples
     assert key(TINY.replace(search_epochs=1)) == key() != key(TINY.replace(average=0.9))
-    assert key(TINY.replace(micro_batch=16)) == key()
+    assert key(TINY.replace(micro_batch=16)) == key() != key(TINY.replace(schedule="cosine"))
+    before = {n: v for n, v in TINY.to_dict().items() if n not in ("average", "schedule")}  # as older records have it
+    assert records.key(before, "final", "dp-sgd", 0, {"rate": 0.1}, "1") == key()
     assert key(TINY.replace(search_epochs=1), role="search") != key(role="search")
 
 

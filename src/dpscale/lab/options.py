@@ -62,6 +62,9 @@ OPTIONS: dict[str, Any] = {
     "sampling": Annotated[str | None, typer.Option("--sampler", help="poisson or full-batch; default: the preset's.")],
     "model": Annotated[str | None, typer.Option(help="Name of a model; default: the preset's.")],
     "optimizer": Annotated[str | None, typer.Option(help="sgd or nadam; default: the preset's.")],
+    "schedule": Annotated[
+        str | None, typer.Option(help="constant, linear or cosine: how the learning rate falls; default: the preset's.")
+    ],
     "precision": Annotated[str | None, typer.Option(help="float32 or bf16 (on a GPU); default: the preset's.")],
     "encoder": Encoder,
     "train_size": Annotated[int | None, typer.Option(min=1, help="Take the first so many training samples.")],

@@ -9,6 +9,7 @@ split what s does into its two parts, at PSASC's own learning rate Î·: PSAC at Î
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ class Config:
         normalize: (a, b): a pixel x in [0, 1] becomes (x - a)/b. Published constants, not computed here.
         encoder: name in `encoders.ENCODERS`: train on the features of that frozen encoder, each divided by its norm.
         optimizer: name in `OPTIMIZERS`.
+        schedule: name in `SCHEDULES`: how the learning rate falls in the course of a run. It looks at no data.
         average: what is measured is the moving average of the weights, which keeps so much of itself at every step; 0:
             the weights themselves. Released weights are averaged, so it costs no privacy.
         precision: "float32", without TF32, or "bf16": autocast, on CUDA alone.
@@ -77,6 +79,7 @@ class Config:
     normalize: tuple[float, float] = (0.0, 1.0)
     encoder: str | None = None
     optimizer: str = "sgd"
+    schedule: str = "constant"
     average: float = 0.0
     precision: str = "float32"
     momentum: str = "heavy-ball"
@@ -105,6 +108,7 @@ class Config:
         samplers = ("poisson", "full-batch")
         require(self.sampling in samplers, "Config", "sampling", f"one of {', '.join(samplers)}", self.sampling)
         require(self.optimizer in OPTIMIZERS, "Config", "optimizer", f"one of {', '.join(OPTIMIZERS)}", self.optimizer)
+        require(self.schedule in SCHEDULES, "Config", "schedule", f"one of {', '.join(SCHEDULES)}", self.schedule)
         precisions = ("float32", "bf16")
         require(self.precision in precisions, "Config", "precision", f"one of {', '.join(precisions)}", self.precision)
         require(0 <= self.average < 1, "Config", "average", "a number in [0, 1)", self.average)
@@ -205,6 +209,13 @@ class Choice:
 
 OPTIMIZERS = ("sgd", "nadam")
 """Optimizers by name; all but SGD divide by the gradient's own size."""
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda over: 1.0,
+    "linear": lambda over: 1 - over,
+    "cosine": lambda over: (1 + math.cos(math.pi * over)) / 2,
+}
+"""Share of the learning rate that is left when so much of a run is over; a try of a search is a run of its own."""
 
 _MOMENTA: dict[str, Callable[[Mapping[str, Any]], Momentum]] = {
     "heavy-ball": lambda c: HeavyBall(gamma1=c["gamma1"]),

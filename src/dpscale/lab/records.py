@@ -100,8 +100,9 @@ def asked(config: Mapping[str, Any], role: str) -> dict[str, Any]:
         wanted.pop("held_out", None)
     if role != "search" or wanted.get("search_epochs") is None:
         wanted.pop("search_epochs", None)
-    if not wanted.get("average"):
-        wanted.pop("average", None)  # records from before it could be chosen are those without
+    for name, default in (("average", 0.0), ("schedule", "constant")):
+        if wanted.get(name) == default:
+            del wanted[name]  # records from before it could be chosen are those without
     return wanted
 
 

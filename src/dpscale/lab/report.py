@@ -159,9 +159,15 @@ def settings(one: Experiment) -> str:
     seeds = f"{span} {'seed' if counts == [1] else 'seeds'} each"
     what = f"{config['model']}" + (f" on frozen features of {one.encoder}" if one.encoder else "")
     samples = one.records[0].data["train"]
+    how = [] if config.get("optimizer", "sgd") == "sgd" else [{"nadam": "NAdam"}[config["optimizer"]]]
+    if config.get("schedule", "constant") != "constant":
+        how.append(f"a learning rate that falls to 0 ({config['schedule']})")
+    if config.get("average"):
+        how.append(f"measured at the moving average of the weights that keeps {config['average']:g} of itself")
     return (
         f"{plural(len(one.rows), 'method')}, {seeds}, ε = {config['epsilon']:g}, δ = {config['delta']:g}; {what}, "
-        f"{samples:,} training samples, {plural(config['epochs'], 'epoch')}, expected batch {config['batch']}."
+        f"{samples:,} training samples, {plural(config['epochs'], 'epoch')}, expected batch {config['batch']}"
+        f"{''.join(f', {each}' for each in how)}."
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
@@ -22,7 +23,7 @@ from dpscale.lab.data import Data, hold_out
 from dpscale.lab.data import load as load_data
 from dpscale.lab.encoders import features
 from dpscale.lab.models import MODELS
-from dpscale.lab.presets import METHODS, Choice, Config, Method
+from dpscale.lab.presets import METHODS, SCHEDULES, Choice, Config, Method
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
 from dpscale.noise import Key
@@ -324,6 +325,11 @@ def _optimizer(model: nn.Module, job: Job, momentum: float = 0.0) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=momentum)
 
 
+def _schedule(optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:
+    left = SCHEDULES[config.schedule]
+    return LambdaLR(optimizer, lambda step: left(step / steps))
+
+
 def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16" and device.type == "cuda")
 
@@ -340,17 +346,25 @@ def _losses_of(config: Config) -> LossFn:
 
 def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data, watch: _Watch) -> Iterator[_Step]:
     optimizer, losses, parameters = _optimizer(model, job), _losses_of(job.config), trainable(model)
-    private = privatize(model, optimizer, plan, seed=job.seed, micro_batch=_rows(job.config, data))
+    assert plan.steps is not None
+    compiled = data.train_labels.is_cuda or plan.steps >= _LONG
+    private = privatize(model, optimizer, plan, seed=job.seed, micro_batch=_rows(job.config, data), compile=compiled)
+    schedule = _schedule(optimizer, job.config, plan.steps)
     gamma1 = getattr(plan.momentum, "gamma1", 1.0)
     released = diagnostics.Released(optimizer, parameters, gamma1) if job.config.diagnostics else None
     for batch in private.batches(TensorDataset(data.train_images, data.train_labels)):
         before = {n: p.detach().clone().requires_grad_() for n, p in parameters.items()} if watch.on else {}
         out = private.step(batch, losses)
+        schedule.step()
         if watch.on and released is not None:
             watch.similarity.add(released.gradient, _mean_gradient(model, before, losses, batch, out.mask))
         # Without diagnostics nothing more is taken: to pick the samples drawn would wait for the device at every step.
         seen = (out.norms[out.mask], out.weights[out.mask]) if job.config.diagnostics else (None, None)
         yield _Step(loss=out.loss, norms=seen[0], weights=seen[1])
+
+
+_LONG = 1000
+"""Steps from which on a run is compiled on the CPU too: some 20 s, which make a step up to three times as fast."""
 
 
 def _mean_gradient(
@@ -367,7 +381,7 @@ def _train_plain(model: nn.Module, job: Job, data: Data, steps: int) -> Iterator
     gamma1 = job.config.constants(job.choice)["gamma1"]
     heavy = 0.0 if job.config.momentum == "none" else 1 - gamma1  # torch's momentum is the same heavy ball
     optimizer, sampling = _optimizer(model, job, heavy), _sampling(job.config, data.size)
-    losses = _losses_of(job.config)
+    losses, schedule = _losses_of(job.config), _schedule(optimizer, job.config, steps)
     draws = sampling.draws(Key(job.seed).generator("sampling"))
     for _ in range(steps):
         chosen = torch.from_numpy(next(draws)).to(data.train_labels.device)
@@ -375,6 +389,7 @@ def _train_plain(model: nn.Module, job: Job, data: Data, steps: int) -> Iterator
         optimizer.zero_grad()
         (each.sum() / sampling.batch).backward()
         optimizer.step()
+        schedule.step()
         yield _Step(loss=each.detach().mean())
 
 
