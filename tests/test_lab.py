@@ -584,6 +584,22 @@ def test_the_learning_rate_falls_over_a_whole_run(schedule, left, method, monkey
         assert rates == pytest.approx([asked.learning_rate * left(k / steps) for k in range(steps)])
 
 
+def test_a_long_run_is_measured_now_and_then_and_at_its_end(monkeypatch):
+    monkeypatch.setattr(runner, "_MEASURED", 2)
+    config = TINY.replace(epochs=5, diagnostics=False)
+    runs = ((0, "final"), (1, "final"), (0, "search"))
+    final, other, tried = (runner.run(job(config=config, seed=seed, role=role)) for seed, role in runs)
+    measured = [
+        epoch for epoch, a in zip(final.curves["epoch"], final.curves["accuracy"], strict=True) if a is not None
+    ]
+    assert measured == [3, 5] and final.accuracy == final.curves["accuracy"][-1]
+    assert [a is None for a in tried.curves["accuracy"]] == [True] * 4 + [False] and tried.accuracy > 0
+    whole = dataclasses.replace(other, curves=other.curves | {"accuracy": [0.1, 0.2, 0.3, 0.4, 0.5]})  # of an older run
+    (line,) = figures.accuracy_curves([final, whole]).axes[0].lines
+    assert line.get_xdata().tolist() == [3, 5]
+    assert line.get_ydata() == pytest.approx([50 * (final.curves["accuracy"][2] + 0.3), 50 * (final.accuracy + 0.5)])
+
+
 @pytest.mark.parametrize(("epochs", "compiled"), [(2, False), (250, True)])
 def test_long_runs_are_compiled_on_the_cpu_too(epochs, compiled, monkeypatch):
     asked = []

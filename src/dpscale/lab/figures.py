@@ -132,17 +132,16 @@ def write(folder: Path, found: Sequence[Picture]) -> list[Path]:
 
 
 def accuracy_curves(records: Sequence[Record]) -> Figure:
-    """Test accuracy after every epoch: mean over seeds, and the band of its 95% interval."""
+    """Test accuracy at the epochs after which all seeds were measured: mean, and the band of its 95% interval."""
     figure, axes = _axes("epoch", "test accuracy (%)")
     lowest_end, highest = 100.0, 0.0
     for method, group in by_method(records).items():
-        epochs = group[0].curves["epoch"]
-        points = [
-            interval([100 * float(record.curves["accuracy"][k] or 0.0) for record in group]) for k in range(len(epochs))
-        ]
+        found = zip(group[0].curves["epoch"], *(record.curves["accuracy"] for record in group), strict=True)
+        measured = {epoch: each for epoch, *each in found if None not in each}
+        points = [interval([100 * float(value or 0.0) for value in each]) for each in measured.values()]
         mean = np.array([point[0] for point in points])
         half = np.array([point[1] or 0.0 for point in points])
-        x = np.array(epochs, dtype=float)
+        x = np.array(list(measured), dtype=float)
         colour, dashes = _look(method)
         axes.plot(x, mean, color=colour, linestyle=dashes, label=group[0].title, marker="." if len(x) == 1 else "")
         axes.fill_between(x, mean - half, mean + half, color=colour, alpha=0.1, linewidth=0)

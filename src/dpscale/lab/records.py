@@ -28,7 +28,7 @@ class Record:
     Args:
         role: ``"final"``, measured on the test data; ``"search"``, measured on held-out training data.
         choice, learning_rate: the normalized rate and the momentum, as in `presets.Choice`, and what the optimizer got.
-        curves: per epoch: ``epoch``, ``train_loss``, ``accuracy``.
+        curves: per epoch: ``epoch``, ``train_loss``, ``accuracy``, which is None where it was not measured.
         accuracy, loss: at the end of the last epoch, which is fixed beforehand; no loss if it is not finite.
         seconds, cold_seconds: of training with an evaluation per epoch, and of what came before the first step.
         data: how many samples, and where they come from.
