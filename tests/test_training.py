@@ -1,14 +1,19 @@
 """The private loop: limits, datasets, micro-batches, the budget, and your own loop through `backward`."""
 
+import collections
+import copy
+import dataclasses
 import gc
 import logging
+import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpscale
 from dpscale.engine.phases import listening
@@ -293,3 +298,286 @@ def test_one_sample_of_any_scale_stays_within_the_bound(kind, scale):
         out = dpscale.scaled_sum(model, loss_fn, (x, y), rule, mask)
         total = sum(g.double().square().sum() for g in out.grads.values()).sqrt()
         assert 0 < total <= rule.bound * (1 + 1e-6), (margin, float(total))
+
+
+class Numbered(Dataset):
+    """Samples that know their place in the data."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, k):
+        x, y = data()[k]
+        return x, y, k
+
+
+def in_order(samples, by):
+    """A collate function that sorts, as is usual for sequences of several lengths."""
+    return default_collate(sorted(samples, key=lambda sample: by * sample[2]))
+
+
+@pytest.mark.parametrize("by", [1, -1])
+@pytest.mark.parametrize("micro_batch", [None, 5])
+def test_a_collate_function_may_sort(by, micro_batch):
+    """The padding is no part of what it is given: the samples drawn are counted, each once, and nothing else is."""
+    plain, sorting = (private(micro_batch=micro_batch, steps=20) for _ in range(2))
+    unsorted = plain.batches(Numbered())
+    for batch in sorting.batches(Numbered(), collate_fn=lambda samples: in_order(samples, by)):
+        expected = next(unsorted)
+        drawn = plain.step(expected, loss_fn).mask
+        counted = batch[2][sorting.step(batch, loss_fn).mask].tolist()
+        assert counted == sorted(expected[2][drawn].tolist(), reverse=by < 0) and len(set(counted)) == len(counted)
+    torch.testing.assert_close(vector(sorting.model), vector(plain.model), rtol=1e-4, atol=1e-6)
+
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+def collated(kind, samples):
+    x, y, k = default_collate(samples)
+    return {
+        "mapping": collections.UserDict(x=x, y=y),
+        "named": Pair(x, y),
+        "nested": [{"x": x}, (y, torch.tensor(3.0), "all of them")],
+        "words": (x, y, [f"sample {int(i)}" for i in k]),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["mapping", "named", "nested", "words"])
+def test_batches_of_any_usual_kind_are_padded(kind):
+    for batch in private(steps=3, micro_batch=7).batches(
+        Numbered(), collate_fn=lambda samples: collated(kind, samples)
+    ):
+        if kind == "nested":
+            x, (y, rest, text) = batch[0]["x"], batch[1]
+            assert (rest.ndim, text) == (0, "all of them")
+        else:
+            x, y = (batch["x"], batch["y"]) if kind == "mapping" else batch[:2]
+        assert type(batch) is type(collated(kind, [Numbered()[0]]))
+        assert len(x) == len(y) and len(x) % 7 == 0
+        assert kind != "words" or len(batch[2]) == len(x)
+
+
+def test_a_batch_that_cannot_be_padded_is_refused():
+    run = private()
+    with pytest.raises(ValueError, match=r"collate_fn must return tensors, or tuples.*Got SimpleNamespace instead"):
+        next(run.batches(Numbered(), collate_fn=lambda samples: SimpleNamespace(x=1)))
+
+
+def test_what_a_dataset_or_a_collate_function_does_is_done():
+    class Doubled(TensorDataset):
+        def __getitem__(self, k):
+            x, y = super().__getitem__(k)
+            return 2 * x, y
+
+    def tripled(samples):
+        x, y = default_collate(samples)
+        return 3 * x, y
+
+    (plain,) = private(steps=1).batches(data())
+    for factor, found in (
+        (2, private(steps=1).batches(Doubled(*data().tensors))),
+        (3, private(steps=1).batches(data(), collate_fn=tripled)),
+    ):
+        (batch,) = found
+        drawn = int((plain[0] != plain[0][-1]).any(1).sum())  # the rest is padding
+        assert torch.equal(batch[0][:drawn], factor * plain[0][:drawn]) and len(batch[0]) == len(plain[0])
+
+
+def test_a_look_at_a_batch_uses_none_up():
+    """What was handed out and not used is handed out again in the next loop."""
+    run = private(sampling=dpscale.Shuffled(size=SIZE, batch=20), steps=3)
+    first = next(run.batches(data()))
+    seen = []
+    for batch in run.batches(data()):
+        seen += [batch[0][:, 0]]
+        run.step(batch, loss_fn)
+    assert torch.equal(seen[0], first[0][:, 0]) and len(torch.cat(seen).unique()) == SIZE
+    assert run.epsilon(delta=1e-4) == pytest.approx(run.plan.epsilon(delta=1e-4))
+
+
+def test_shuffled_batches_that_are_left_out_are_paid_for():
+    """Leaving one out brings the next epoch closer: the cost is that of the epochs begun, whatever was used of them."""
+    run = private(sampling=dpscale.Shuffled(size=SIZE, batch=20), steps=6)
+    drawn = []
+    for k, batch in enumerate(run.batches(data())):
+        if k in (1, 2):
+            continue
+        drawn += batch[0][:, 0].tolist()
+        run.step(batch, loss_fn)
+        if k == 3:
+            twice = max(collections.Counter(drawn).values())
+            assert (run.steps_taken, twice) == (2, 2)  # two releases of one sample after two steps of three per epoch
+            assert run.epsilon(delta=1e-4) == run.plan.epsilon(delta=1e-4, steps=4)
+    assert run.steps_taken == 4 and run.epsilon(delta=1e-4) == run.plan.epsilon(delta=1e-4)
+    with pytest.raises(dpscale.BudgetExhausted):
+        run.step(batch, loss_fn)
+
+
+def test_a_run_keeps_its_plan_and_its_count():
+    run = private()
+    for name, value in (
+        ("plan", dataclasses.replace(run.plan, noise_multiplier=9.0)),
+        ("steps", 9),
+        ("steps_taken", 0),
+    ):
+        with pytest.raises(AttributeError):
+            setattr(run, name, value)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_run_is_not_copied(how):
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*same noise.*state_dict"):
+        how(private())
+
+
+@pytest.mark.parametrize("how", ["parts", "modules", "added", "other"])
+def test_gradients_of_a_plain_backward_are_not_applied(how):
+    run = private()
+    (x, y), before = next(batches := run.batches(data())), vector(run.model)
+    if how == "parts":
+        for a, b in zip(x.split(4), y.split(4), strict=True):
+            F.cross_entropy(run.model(a), b).backward()
+    elif how == "modules":
+        F.cross_entropy(run.model[2](run.model[1](run.model[0](x))), y).backward()
+    else:
+        run.backward(loss_fn(run.model, (x, y)))
+        (run.model(x).square().mean() if how == "added" else sum(p.sum() for p in run.model.parameters())).backward()
+    with pytest.raises(RuntimeError, match=r"A plain backward\(\) has added to the gradients.*No step was made"):
+        run.optimizer.step()
+    assert torch.equal(vector(run.model), before)
+    run.optimizer.zero_grad()
+    run.step(next(batches), loss_fn)
+    assert not torch.equal(vector(run.model), before)
+
+
+def test_an_evaluation_may_use_gradients():
+    """Those of a plain backward do no harm if they are wiped, or overwritten by what is released."""
+    run = private()
+    for batch in run.batches(data()):
+        F.cross_entropy(run.model(torch.ones(3, 4)), torch.zeros(3, dtype=torch.long)).backward()
+        if run.steps_taken % 2:
+            run.optimizer.zero_grad()
+        run.step(batch, loss_fn)
+    assert torch.equal(vector(run.model), train(private()))
+
+
+def test_an_optimizer_of_its_own_trains_on_public_data():
+    run = private()
+    public = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    before = vector(run.model)
+    loss_fn(run.model, data()[:8]).mean().backward()
+    public.step()
+    public.zero_grad()
+    assert not torch.equal(vector(run.model), before)
+    train(run)
+
+
+def test_a_step_without_a_private_backward_is_refused():
+    run = private()
+    for x, y in run.batches(data()):
+        F.cross_entropy(run.model(x), y).backward()  # reaches no parameter: the forward was recorded
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called while a drawn batch waits.*backward"):
+            run.optimizer.step()
+        break
+    assert run.steps_taken == 0
+
+
+def test_a_layer_that_the_optimizer_does_not_know_is_refused():
+    run = private()
+    batches = run.batches(data())
+    run.step(next(batches), loss_fn)
+    run.model[2] = nn.Linear(6, 3)
+    with pytest.raises(ValueError, match="over parameters of the model alone"):
+        run.step(next(batches), loss_fn)
+    assert run.steps_taken == 1
+
+
+def test_a_loop_says_how_long_it_is_and_that_there_is_nothing_left(caplog):
+    run = private()
+    assert len(run.batches(data())) == 5
+    batches = run.batches(data())
+    run.step(next(batches), loss_fn)
+    assert len(batches) == 4 == len(run.batches(data()))
+    train(run)
+    with caplog.at_level(logging.WARNING, logger="dpscale"):
+        assert len(run.batches(data())) == 0
+    assert "all 5 planned steps are taken" in caplog.text
+
+
+def test_a_loader_is_not_a_dataset():
+    with pytest.raises(ValueError, match=r"'dataset' parameter of batches must be a dataset.*Pass its dataset"):
+        private().batches(DataLoader(data(), batch_size=6))
+
+
+def penalized(model, batch, record=True):
+    """A loss with the gradient by the input in it: recorded for a gradient of its own, or as a constant."""
+    with torch.enable_grad():
+        x = batch[0].clone().requires_grad_()
+        losses = loss_fn(model, (x, batch[1]))
+        (slope,) = torch.autograd.grad(losses.sum(), x, create_graph=record, retain_graph=True)
+    return losses + 5 * slope.square().sum(1)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_a_gradient_of_a_gradient_is_refused(how):
+    """What it owes to the parameters would be lost, for they are detached in the forward."""
+    run = private()
+    with pytest.raises(dpscale.UnsupportedModel, match=r"takes a gradient of a gradient.*Leave that term out"):
+        for batch in run.batches(data()):
+            run.step(batch, penalized) if how == "step" else run.backward(penalized(run.model, batch))
+    assert run.steps_taken == 0
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_a_gradient_may_be_used_as_a_constant(how):
+    def attacked(model, batch):
+        with torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            (slope,) = torch.autograd.grad(loss_fn(model, (x, batch[1])).sum(), x)
+        return loss_fn(model, (batch[0] + 0.1 * slope.sign(), batch[1]))
+
+    run = private()
+    for batch in run.batches(data()):
+        expected = []
+        for i in range(len(batch[0])):
+            model = copy.deepcopy(run.model)
+            loss = attacked(model, tuple(t[i : i + 1] for t in batch)).sum()
+            expected.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])]).norm())
+        out = run.step(batch, attacked) if how == "step" else run.backward(attacked(run.model, batch))
+        torch.testing.assert_close(out.norms[out.mask], torch.stack(expected)[out.mask])
+        break
+
+
+def test_copies_of_a_model_are_none_of_the_run_s_business(tmp_path):
+    """Made while a batch waits, and after a forward, they carry nothing of the run with them."""
+    run = private()
+    for batch in run.batches(data()):
+        run.model(batch[0])
+        torch.save(run.model, tmp_path / "model")
+        for other in (copy.deepcopy(run.model), torch.load(tmp_path / "model", weights_only=False)):
+            recorded = len(run._recorder._captures)
+            loss_fn(other, batch).mean().backward()
+            assert all(p.grad is not None for p in other.parameters()) and len(run._recorder._captures) == recorded
+        run.step(batch, loss_fn)
+    assert torch.equal(vector(run.model), train(private()))
+
+
+def test_samples_that_are_not_finite_do_not_stop_a_loop_of_your_own():
+    x, y = data().tensors
+    x = x.clone()
+    x[0], x[7] = torch.nan, torch.inf
+    step, own = private(steps=20), private(steps=20)
+    ignored = 0
+    for batch in step.batches(TensorDataset(x, y)):
+        ignored += int(step.step(batch, loss_fn).ignored)
+    for batch in own.batches(TensorDataset(x, y)):
+        ignored -= int(own.backward(loss_fn(own.model, batch)).ignored)
+        own.optimizer.step()
+        own.optimizer.zero_grad()
+    assert torch.equal(vector(step.model), vector(own.model)) and ignored == 0
+    own = private()
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled in the loss"):
+        for batch in own.batches(TensorDataset(x, y)):
+            losses = loss_fn(own.model, batch)
+            own.backward(losses + losses.roll(1))

@@ -74,6 +74,7 @@ class Sampling(ABC):
     """
 
     accounted: ClassVar[str]  # how the event is accounted, in plain words
+    independent: ClassVar[bool] = True  # draws know nothing of each other: one that is not used costs nothing
 
     size: int
     batch: int
@@ -259,6 +260,7 @@ class Shuffled(Sampling):
     """
 
     accounted = "exact, one Gaussian release per epoch begun, no amplification by sampling"
+    independent = False  # a batch that is left out brings the next epoch closer, and with it each sample's next release
     adjacency: Adjacency = "zero-out"
 
     def __post_init__(self) -> None:

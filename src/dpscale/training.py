@@ -1,26 +1,42 @@
 """The private step, and the loop around it."""
 
+import logging
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.hooks import RemovableHandle
 
+from dpscale.batches import Batches, Padded, chosen_rows
 from dpscale.checks import require, require_count
-from dpscale.engine import LossFn, ScaledSum, batch_size, per_sample_sum, require_finite, scaled_sum, trainable
+from dpscale.engine import (
+    LossFn,
+    ScaledSum,
+    batch_size,
+    check_losses,
+    per_sample_sum,
+    require_finite,
+    scaled_sum,
+    trainable,
+)
 from dpscale.engine.compiled import Fast
 from dpscale.engine.loop import Recorder
+from dpscale.engine.modules import Structure, structure
 from dpscale.momentum import Course, Weights
 from dpscale.noise import Key, Noise
 from dpscale.plan import Plan
-from dpscale.sampling import pad
+from dpscale.sampling import Draw, pad
+
+log = logging.getLogger("dpscale")
 
 
 class BudgetExhausted(RuntimeError):
@@ -49,47 +65,80 @@ class Private:
     """A model and its optimizer under a privacy plan; made by `privatize`.
 
     Attributes:
-        model, optimizer: yours, unchanged; schedulers and hooks on them work as ever.
-        plan: the source of σ, bound and ε.
-        steps: how many logical batches may be released in all.
-        steps_taken: how many logical batches have been released.
+        model, optimizer: yours, unchanged; schedulers and hooks on them work as ever. A plain ``backward()`` is allowed
+            (an evaluation), but the optimizer refuses to apply what it added.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, plan: Plan, seed: int | None, micro_batch: int, compile: bool
     ) -> None:
-        self.model, self.optimizer, self.plan = model, optimizer, plan
-        assert plan.steps is not None
-        self.steps = plan.steps
-        self.steps_taken = 0
-        self._draws = 0  # batches handed out, used or not: none is drawn twice
+        self.model, self.optimizer, self._plan = model, optimizer, plan
+        self._steps_taken = 0
+        self._draws = 0  # batches handed out
+        self._used = 0  # of these, all up to the last that was released; what came after it is drawn again
         self._loops = 0
         self._key = Key(seed)
         self._noise = Noise(self._key)
         self._micro_batch = micro_batch
         self._drawn: Tensor | None = None  # mask of the batch that was drawn and not yet used
         self._unstepped = False
+        self._plain: set[int] = set()  # parameters to whose gradients a plain backward() has added, by id
+        self._watched: Structure | None = None
+        self._hooks: list[RemovableHandle] = []
         self._recorder = Recorder(model)
         self._fast = Fast(model) if compile else None
         self._course: Course | None = None
         self._remembered: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        optimizer.register_step_pre_hook(self._stepping)
         optimizer.register_step_post_hook(self._stepped)
+        self._parameters()
+
+    @property
+    def plan(self) -> Plan:
+        """The source of σ, bound and ε. Another one would put a new price on what is already released, so it stays."""
+        return self._plan
+
+    @property
+    def steps(self) -> int:
+        """How many logical batches may be released in all."""
+        assert self._plan.steps is not None
+        return self._plan.steps
+
+    @property
+    def steps_taken(self) -> int:
+        """How many logical batches have been released."""
+        return self._steps_taken
+
+    @property
+    def _charged(self) -> int:
+        """Steps to account for. A shuffled epoch goes on even if a batch of it is not used."""
+        return self._steps_taken if self._plan.sampling.independent else self._used
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "A private run cannot be copied or pickled: two of them would add the same noise to different gradients, "
+            "and each would account for its own steps alone. Copy or save the model, as model.state_dict()."
+        )
 
     def epsilon(self, delta: float | None = None) -> float:
         """ε spent so far; 0 before the first step."""
-        return self.plan.epsilon(delta=delta, steps=self.steps_taken)
+        return self._plan.epsilon(delta=delta, steps=self._charged)
 
-    def batches(self, dataset: Dataset[Any], **loader: Any) -> Iterator[Any]:
-        """Draw the planned batches, those already taken left out.
+    def batches(self, dataset: Dataset[Any], **loader: Any) -> Batches:
+        """Draw the planned batches, those already taken left out; ``len`` says how many.
 
-        Each is drawn by the plan's sampler and padded to a fixed shape; the padding is masked out of every sum. Use
-        each with `step` or `backward` before taking the next. An empty draw is a batch like any other: a step of noise.
+        Each is drawn by the plan's sampler and padded to a fixed shape. The padding comes last and is masked out of
+        every sum by its place, so leave the rows in their order. Use each batch with `step` or `backward` before taking
+        the next. An empty draw is a batch like any other: a step of noise.
 
         Args:
             dataset: a `TensorDataset` (indexed on the device where its tensors are), or any map-style dataset.
-            loader: for other than tensor datasets, passed on to `torch.utils.data.DataLoader` (``num_workers``,
-                ``collate_fn``, …). Sampling belongs to the plan: ``batch_size``, ``shuffle`` and the like are refused.
+            loader: passed on to `torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``, …). Sampling belongs
+                to the plan: ``batch_size``, ``shuffle`` and the like are refused. ``collate_fn`` is given the samples
+                drawn, without padding, and returns tensors with a row for each, or tuples, lists, mappings of them.
         """
+        require(not isinstance(dataset, DataLoader), "batches", "dataset", "a dataset", "a DataLoader", "Pass its "
+                "dataset: the plan draws the batches. Options such as num_workers go to batches().")  # fmt: skip
         size = len(dataset)  # type: ignore[arg-type]
         require(size > 0, "batches", "dataset", "a dataset with at least one sample", "an empty dataset")
         require(
@@ -100,25 +149,32 @@ class Private:
         taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & set(loader)
         require(not taken, "batches", "loader", "without options that change the sampling", sorted(taken),
                 "Choose the sampler in the plan.")  # fmt: skip
-        return self._batches(dataset, loader)
+        left = self.steps - self._charged
+        if not left:
+            log.warning("dpscale: all %d planned steps are taken, so there are no more batches.", self.steps)
+        return Batches(self._batches(dataset, loader), left)
 
     def _batches(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> Iterator[Any]:
         masks: deque[Tensor] = deque()
         self._loops += 1
         this = self._loops
+        self._draws = self._used
 
-        def draws() -> Iterator[Tensor]:
+        def draws() -> Iterator[Draw]:
             drawn = self.plan.sampling.draws(self._key.generator("sampling"), start=self._draws)
-            for indices in islice(drawn, self.steps - self.steps_taken):
+            for indices in islice(drawn, self.steps - self._charged):
                 draw = pad(indices, self._micro_batch)
                 masks.append(torch.from_numpy(draw.mask))
-                yield torch.from_numpy(draw.indices)
+                yield draw
 
-        fetched = (
-            _rows(dataset.tensors, draws())
-            if isinstance(dataset, TensorDataset)
-            else DataLoader(dataset, batch_sampler=(chosen.tolist() for chosen in draws()), **loader)
-        )
+        fetched: Iterable[Any]
+        if type(dataset) is TensorDataset and not loader:
+            fetched = chosen_rows(dataset.tensors, (torch.from_numpy(draw.indices) for draw in draws()))
+        else:
+            # Of an empty draw one sample shows the shape; like all padding it is masked.
+            chosen = (draw.indices[: max(1, int(draw.mask.sum()))].tolist() for draw in draws())
+            collate = Padded(loader.get("collate_fn") or default_collate, self._micro_batch)
+            fetched = DataLoader(dataset, batch_sampler=chosen, **{**loader, "collate_fn": collate})
         try:
             for batch in fetched:
                 if this != self._loops:
@@ -140,7 +196,7 @@ class Private:
             loss_fn: ``loss_fn(model, batch)`` -> per-sample losses, shape (B,).
         """
         mask = self._take(batch)
-        parameters = trainable(self.model)
+        parameters = self._parameters()
         points = self._begun(parameters, len(mask)).points()
         sums: dict[str, Tensor] = {}
         reports = []
@@ -211,8 +267,10 @@ class Private:
                 f"{type(momentum).__name__} needs each sample's gradient at other weights than the model's, or a "
                 "memory of it, and backward() sees one forward at the present ones. Call private.step(batch, loss_fn)."
             )
+        if self._drawn is not None:
+            check_losses(losses, len(self._drawn))
         mask = self._take(losses)
-        parameters = trainable(self.model)
+        parameters = self._parameters()
         self._begun(parameters, len(mask))
         with _memory_advice(self._micro_batch):
             out = self._recorder.scaled_sum(losses, self.plan.scaling, mask)
@@ -223,7 +281,7 @@ class Private:
 
     def _take(self, batch: Any) -> Tensor:
         """The mask of the drawn batch, after every check that could refuse it. Nothing is changed yet."""
-        if self.steps_taken >= self.steps:
+        if self._charged >= self.steps:
             raise BudgetExhausted(
                 f"All {self.steps} planned steps are taken, and with them the privacy budget. Nothing was released. "
                 "To train longer, plan more steps and calibrate again, before training."
@@ -246,7 +304,8 @@ class Private:
             require_finite(self.model)
         self._drawn = None
         self._recorder.stop()
-        self.steps_taken += 1
+        self._steps_taken += 1
+        self._used = self._draws
         self._noise.add(sums, self.plan.noise_std, self.steps_taken)
         assert self._course is not None
         self._course.release(sums)
@@ -254,9 +313,43 @@ class Private:
         for name, mean in sums.items():
             p = parameters[name]
             p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
+            self._plain.discard(id(p))
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Those to train, by name. Where the model is another than before, the optimizer must be over them still, and
+        they are watched for gradients that come from elsewhere."""
+        found = structure(self.model)
+        if found is not self._watched:
+            parameters, run = trainable(self.model), weakref.ref(self)
+            check_optimizer(self.model, self.optimizer)
+
+            def added(p: Tensor) -> None:
+                if (this := run()) is not None:
+                    this._plain.add(id(p))
+
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = [p.register_post_accumulate_grad_hook(added) for p in parameters.values()]
+            self._watched = found
+        return dict(found.trainable)
+
+    def _stepping(self, *_: Any) -> None:
+        """Before the optimizer's step: what it is about to apply must be private."""
+        if self._plain and any(p.grad is not None and id(p) in self._plain for p in self.model.parameters()):
+            raise RuntimeError(
+                "A plain backward() has added to the gradients, which are now neither bounded nor noisy. No step was "
+                "made. Call private.backward(losses) or private.step(batch, loss_fn) with every term in the losses; to "
+                "train on public data, take an optimizer of its own. To go on, call optimizer.zero_grad()."
+            )
+        if self._drawn is not None and not self._unstepped:
+            raise RuntimeError(
+                "optimizer.step() was called while a drawn batch waits: nothing private was computed from it. Call "
+                "private.backward(losses) first, in place of losses.mean().backward(), or private.step(batch, loss_fn)."
+            )
 
     def _stepped(self, *_: Any) -> None:
         self._unstepped = False
+        self._plain.clear()
 
 
 def privatize(
@@ -311,19 +404,23 @@ def privatize(
     if micro_batch is not None:
         require_count("privatize", "micro_batch", micro_batch)
     require_finite(model)
+    require(not isinstance(optimizer, torch.optim.LBFGS), "privatize", "optimizer", "one that steps once per gradient",
+            "LBFGS", "It evaluates the loss several times a step, which would be several releases.")  # fmt: skip
+    if compile is None:
+        compile = all(p.is_cuda for p in model.parameters())
+    return Private(model, optimizer, plan, seed, micro_batch or plan.sampling.physical_batch, compile)
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """It must be over the model's trainable parameters, all of them and nothing else."""
     names = {id(p): n for n, p in trainable(model).items()}
     steered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strangers = len(steered - {id(p) for p in model.parameters()})
-    require(not isinstance(optimizer, torch.optim.LBFGS), "privatize", "optimizer", "one that steps once per gradient",
-            "LBFGS", "It evaluates the loss several times a step, which would be several releases.")  # fmt: skip
     require(not strangers, "privatize", "optimizer", "over parameters of the model alone", f"{strangers} other tensors",
             "They would be trained without privacy, or not at all. Put them into the model.")  # fmt: skip
     idle = [n for i, n in names.items() if i not in steered]
     require(not idle, "privatize", "optimizer", "over every trainable parameter", f"one without {idle[:3]}",
             "Add them, or freeze them with requires_grad_(False): they count in every norm.")  # fmt: skip
-    if compile is None:
-        compile = all(p.is_cuda for p in model.parameters())
-    return Private(model, optimizer, plan, seed, micro_batch or plan.sampling.physical_batch, compile)
 
 
 @contextmanager
@@ -339,13 +436,6 @@ def _memory_advice(rows: int) -> Iterator[None]:
             f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. Call privatize(..., "
             f"micro_batch={max(1, rows // 2)}): the result does not depend on it."
         ) from error
-
-
-def _rows(tensors: Sequence[Tensor], draws: Iterator[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """The chosen rows of each tensor, on the device where it is."""
-    for chosen in draws:
-        there = {device: chosen.to(device, non_blocking=True) for device in {t.device for t in tensors}}
-        yield tuple(t[there[t.device]] for t in tensors)
 
 
 def _split(batch: Any, mask: Tensor, rows: int) -> Iterator[tuple[slice, Any, Tensor]]:

@@ -25,10 +25,12 @@ from dpscale.engine.calls import as_now, in_place, result, tensors_in
 from dpscale.engine.calls import out_of_place as out_of_place
 from dpscale.engine.checkpoints import resume, suspend
 from dpscale.engine.composites import COMPOSITES
-from dpscale.engine.errors import UnsupportedModel
+from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Rule
 from dpscale.engine.taint import Watch
+
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 Kind = Literal["rows", "expanded", "shared", "plain"]
 
@@ -113,6 +115,8 @@ class Meeting(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _BACKWARDS and kwargs.get("create_graph"):
+            raise UnsupportedModel(SECOND)
         if not any(id(t) in self.keys for t in tensors_in(args, kwargs)):
             return self.pass_by(func, args, kwargs)
         inside = enter(func)

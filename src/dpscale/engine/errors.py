@@ -3,3 +3,10 @@
 
 class UnsupportedModel(ValueError):
     """The model, or its loss, does something that the engine cannot do right; nothing was computed or released."""
+
+
+SECOND = (
+    "The loss takes a gradient of a gradient (create_graph=True, as in a gradient penalty). What that owes to the "
+    "parameters cannot be seen, so their per-sample gradients are unknown. Leave that term out, or take its gradient "
+    "without create_graph and use it as a constant."
+)

@@ -4,6 +4,7 @@ Between the draw of a batch and its backward, every forward of the model on that
 meets a backward (an evaluation) costs nothing but the memory of its graph, and is forgotten at the next draw.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from dpscale.engine import ScaledSum, backward, blueprints, check_losses, exactly, signature, trainable
 from dpscale.engine.capture import Capture
 from dpscale.engine.combine import combine, gradients
-from dpscale.engine.errors import UnsupportedModel
+from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.modules import structure
 from dpscale.engine.taint import Watch
 from dpscale.scaling import Scaling
@@ -30,6 +31,7 @@ class Recorder:
         self._captures: list[Capture] = []
         self._outputs: list[GradientEdge] = []
         self._running: Capture | None = None
+        self._twice = False  # whether gradients of gradients were taken through a captured forward
         self._checked = 0  # samples whose losses were seen to depend on no other sample
         self._hooks: list[RemovableHandle] = []  # on the model only while a batch waits, so that none is saved with it
 
@@ -38,13 +40,13 @@ class Recorder:
         self.stop()
         self._samples = samples
         self._hooks = [
-            self._model.register_forward_pre_hook(self._before, with_kwargs=True),
-            self._model.register_forward_hook(self._after, always_call=True),
+            self._model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
+            self._model.register_forward_hook(_Hook(self._after), always_call=True),
         ]
 
     def stop(self) -> None:
         """No batch is waiting."""
-        self._samples, self._captures, self._outputs = None, [], []
+        self._samples, self._captures, self._outputs, self._twice = None, [], [], False
         for hook in self._hooks:
             hook.remove()
 
@@ -54,6 +56,8 @@ class Recorder:
         parameters = trainable(self._model)
         if not self._captures or not losses.requires_grad:
             raise _astray()
+        if self._twice:
+            raise UnsupportedModel(SECOND)
         self._check_apart(losses)
         grads = backward(self._captures, parameters, losses, mask.to(losses.dtype))
         if all(g is None for each in grads for g in each):
@@ -69,8 +73,15 @@ class Recorder:
             seed = torch.zeros_like(losses)
             seed[i] = torch.nan
             grads = torch.autograd.grad([losses], self._outputs, [seed], retain_graph=True, allow_unused=True)
-            for g in grads:
-                if g is not None and bool(torch.cat([g[:i], g[i + 1 :]]).ne(0).any()):
+            if any(g is not None and bool(g.ne(0)[_others(g, i)].any()) for g in grads):
+                # What is not finite is so without any seed: it is looked at apart, and adds nothing.
+                none = torch.autograd.grad(
+                    [losses], self._outputs, [torch.zeros_like(losses)], retain_graph=True, allow_unused=True
+                )
+                coupled = [
+                    g.ne(0) & at_rest.eq(0) for g, at_rest in zip(grads, none, strict=True) if None not in (g, at_rest)
+                ]
+                if any(bool(c[_others(c, i)].any()) for c in coupled):
                     raise UnsupportedModel(
                         f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's "
                         "output. Compute each loss from its own sample (reduction='none')."
@@ -107,9 +118,34 @@ class Recorder:
             return
         capture.finish()
         self._captures.append(capture)
-        self._outputs += [
-            get_gradient_edge(t) for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad
-        ]
+        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        self._outputs += [get_gradient_edge(t) for t in outputs]
+        for t in outputs:
+            t.register_hook(self._passed)
+
+    def _passed(self, _: Tensor) -> None:
+        """A backward came through a captured forward. One that records itself, for a gradient of the gradient, would
+        lose what that owes to the parameters: they were not there."""
+        self._twice |= torch.is_grad_enabled()
+
+
+class _Hook:
+    """A recorder's hook on its own model. Copied or saved with the model, it does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
+
+
+def _others(t: Tensor, i: int) -> Tensor:
+    """All rows but one."""
+    return torch.arange(len(t), device=t.device) != i
 
 
 def _astray() -> RuntimeError:

@@ -1,0 +1,73 @@
+"""From the samples of a draw to a batch of fixed shape, whose padding comes last."""
+
+import copy
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (str, bytes, int, float, complex, type(None))
+"""What is no tensor and may be in a batch, for whoever reads it."""
+
+
+class Batches(Iterator[Any]):
+    """The batches of a loop; ``len`` is how many are left."""
+
+    def __init__(self, batches: Iterator[Any], left: int) -> None:
+        self._batches, self._left = batches, left
+
+    def __len__(self) -> int:
+        return self._left
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._left -= 1
+        return batch
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Collates the samples drawn and only then pads, with copies of the first row, to a multiple of ``rows``.
+
+    A ``collate_fn`` may put its samples into another order. Were the padding among them, it could take the place of
+    samples, which are counted by their place, and be counted itself, many times over.
+    """
+
+    collate: Callable[[list[Any]], Any]
+    rows: int
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """A batch of a whole number of micro-batches."""
+        return _longer(self.collate(samples), len(samples), -len(samples) % self.rows)
+
+
+def _longer(batch: Any, count: int, more: int) -> Any:
+    """Whatever in a batch has ``count`` rows, with ``more`` copies of the first."""
+    if isinstance(batch, Tensor):
+        has_rows = batch.ndim > 0 and len(batch) == count
+        return torch.cat([batch, batch[:1].expand(more, *batch.shape[1:])]) if has_rows and more else batch
+    if isinstance(batch, MutableMapping):
+        longer = copy.copy(batch)
+        for name, value in batch.items():
+            longer[name] = _longer(value, count, more)
+        return longer
+    if isinstance(batch, (list, tuple)):
+        if len(batch) == count and all(isinstance(value, _PLAIN) for value in batch):
+            return type(batch)([*batch, *batch[:1] * more])
+        parts = [_longer(value, count, more) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if isinstance(batch, _PLAIN):
+        return batch
+    raise ValueError(
+        "collate_fn must return tensors, or tuples, lists and dictionaries of them: only these can be padded. Got "
+        f"{type(batch).__name__} instead. Make that of the batch in the loop."
+    )
+
+
+def chosen_rows(tensors: Sequence[Tensor], draws: Iterator[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """The chosen rows of each tensor, on the device where it is."""
+    for chosen in draws:
+        there = {device: chosen.to(device, non_blocking=True) for device in {t.device for t in tensors}}
+        yield tuple(t[there[t.device]] for t in tensors)
