@@ -286,6 +286,47 @@ def test_a_module_that_was_put_in_is_looked_at():
             compute(squares, batch, rule, torch.ones(4, dtype=torch.bool))
 
 
+class Tempered(nn.Module):
+    """Reads a number, a flag and a word of its own; counts its calls, and keeps what it saw last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.other = nn.Linear(3, 1), nn.Linear(3, 1)
+        self.temperature, self.other_one, self.mode, self.calls, self.cache = 1.0, False, "plain", 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        x = x - x.mean(0) if self.mode == "centred" else x
+        return (self.other if self.other_one else self.layer)(x) / self.temperature
+
+
+@pytest.mark.parametrize("change", [{"temperature": 5.0}, {"other_one": True}, {"mode": "sharp"}, {"cache": 3}])
+def test_an_attribute_that_changed_is_not_the_one_that_was_compiled(change):
+    model, batch, mask = Tempered(), (torch.randn(4, 3),), torch.ones(4, dtype=torch.bool)
+    fast, made = counted(model)
+    for changes in ({}, {}, change, {}):
+        for name, value in changes.items():
+            setattr(model, name, value)
+        found = fast(squares, batch, dpscale.Clip(C=1.0), mask)
+        expected = dpscale.scaled_sum(model, squares, batch, dpscale.Clip(C=1.0), mask)
+        torch.testing.assert_close(found.losses, expected.losses)
+        assert all(torch.equal(found.grads[n], g) for n, g in expected.grads.items())
+    assert len(made) == 2  # its own counter is none of them
+    model.cache = torch.ones(2)  # no number any more, and not compared
+    fast(squares, batch, dpscale.Clip(C=1.0), mask)
+
+
+def test_an_attribute_that_couples_samples_is_looked_at_again():
+    model, batch, mask = Tempered(), (torch.randn(4, 3),), torch.ones(4, dtype=torch.bool)
+    fast, _ = counted(model)
+    for compute in (fast, functools.partial(dpscale.scaled_sum, model)):
+        model.mode = "plain"
+        compute(squares, batch, dpscale.Clip(C=1.0), mask)
+        model.mode = "centred"
+        with pytest.raises(dpscale.UnsupportedModel, match="coupled at mean"):
+            compute(squares, batch, dpscale.Clip(C=1.0), mask)
+
+
 RULED = [
     (dpscale.Clip(C=0.3), dpscale.Clip(C=2.0)),
     (dpscale.Clip(C=0.3), dpscale.Clip(C=float("inf"))),
@@ -337,14 +378,14 @@ def test_a_tensor_that_changes_in_place_is_followed():
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("what", ["loss_fn", "samples", "batches"])
+@pytest.mark.parametrize("what", ["loss_fn", "samples", "batches", "attributes"])
 def test_after_so_many_compilations_it_runs_eagerly_and_says_why(caplog, what):
-    model, rule = nn.Sequential(nn.AdaptiveAvgPool1d(3), nn.Linear(3, 1)), dpscale.Clip(C=1.0)
+    model, rule = nn.Sequential(nn.AdaptiveAvgPool1d(3), Tempered()), dpscale.Clip(C=1.0)
     fast, made = counted(model)
     caplog.set_level(logging.WARNING, logger="dpscale")
     for k in range(module.MOST + 3):
         x = torch.randn(4 + k * (what == "batches"), 3 + k * (what == "samples"))
-        factor = 1.0 + k * (what == "loss_fn")
+        factor, model[1].temperature = 1.0 + k * (what == "loss_fn"), 1.0 + k * (what == "attributes")
 
         def loss_fn(model, batch, factor=factor):
             return factor * squares(model, batch)
@@ -355,8 +396,8 @@ def test_after_so_many_compilations_it_runs_eagerly_and_says_why(caplog, what):
         torch.testing.assert_close(out.norms, expected.norms)
     assert len(made) == module.MOST
     (said,) = caplog.messages
-    reason = {"loss_fn": "reads numbers that change", "samples": "Pad samples", "batches": "ever new sizes"}[what]
-    assert "eagerly" in said and reason in said
+    reasons = {"loss_fn": "reads numbers that change", "samples": "Pad samples", "batches": "ever new sizes"}
+    assert "eagerly" in said and (reasons | {"attributes": "Make it a buffer"})[what] in said
 
 
 def test_two_draws_are_two_draws():

@@ -280,6 +280,7 @@ def signature(found: Structure, batch: Any) -> Any:
     return (
         found.kinds,
         found.training,
+        found.attributes.kinds(),
         tuple(found.trainable),
         str(tree_structure(batch)),
         tuple((t.dtype, t.shape[1:]) for t in tree_leaves(batch) if isinstance(t, Tensor)),

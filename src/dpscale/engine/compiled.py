@@ -259,6 +259,7 @@ _ADVICE = {
     "changes as part of the batch or as a tensor that is changed in place",
     "batch": "samples come in ever new shapes, or the model is switched time and again. Pad samples to one length",
     "shapes": "batches come in ever new sizes",
+    "attributes": "an attribute of a module changes time and again. Make it a buffer, and change that in place",
 }
 
 
@@ -273,7 +274,8 @@ class Fast:
     def __init__(self, model: nn.Module, backend: Backend = inductor) -> None:
         self._model, self._backend = model, backend
         self._known: dict[_Key, Compiled | None] = {}
-        self._made, self._explained = 0, False
+        self._read: dict[_Key, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}  # attributes before and after the tracing
+        self._made, self._explained, self._switched = 0, False, 0
 
     def __call__(
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, points: Points | None = None, *,
@@ -309,7 +311,11 @@ class Fast:
         key = _Key(identity(loss_fn, numbers=True), signature(found, batch), shapes, rule, places)
         parameters = found.trainable
         known = self._known.get(key)
+        values = found.attributes.values  # as the signature has just seen them
         if known is not None and known.moved(found):
+            del self._known[key]
+        elif known is not None and self._other(key, values):
+            self._switched += 1
             del self._known[key]
         if key not in self._known:
 
@@ -345,13 +351,29 @@ class Fast:
                     )
                     self._known[key] = None
                 break
+            made = self._known.pop(key)
+            key = key._replace(batch=signature(found, batch))  # as the forwards meanwhile have left the model
+            self._known[key], self._read[key] = made, (values, found.attributes.values)
         return self._known[key]
+
+    def _other(self, key: _Key, values: tuple[Any, ...]) -> bool:
+        """Whether an attribute of a module is not what the compiled step has in it. One that the forward itself changes
+        (a counter) does not count: a forward that computes with it was refused."""
+        before, after = self._read[key]
+        return values != after and any(
+            now != then for first, then, now in zip(before, after, values, strict=True) if first == then
+        )
 
     def _explain(self, key: _Key) -> None:
         """Say once why nothing more is compiled: by what most of the steps so far differ from this one."""
         if self._explained:
             return
         self._explained = True
-        differ = {part: sum(getattr(k, part) != getattr(key, part) for k in self._known) for part in _ADVICE}
+        differ = {
+            part: sum(getattr(k, part) != getattr(key, part) for k in self._known)
+            for part in _Key._fields
+            if part in _ADVICE
+        }
+        differ["attributes"] = self._switched
         reason = _ADVICE[max(differ, key=lambda part: differ[part])]
         log.warning("dpscale: runs eagerly from here on, not compiled: %d steps are compiled, and %s.", MOST, reason)

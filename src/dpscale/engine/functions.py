@@ -13,7 +13,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 _NUMBERS = (int, float, complex)
-_PLAIN = (*_NUMBERS, str, bytes, type(None))
+PLAIN = (*_NUMBERS, str, bytes, type(None))
 _SMALL = 8
 _MOST = 256  # functions, and entries of containers, to look at
 
@@ -113,13 +113,11 @@ class _Look:
                     if value not in modules:
                         modules.append(value)
                 elif name in vars(module):
-                    yield name, self._value(value) if isinstance(value, _PLAIN) else _elsewhere(value)
+                    yield name, self._value(value) if isinstance(value, PLAIN) else _elsewhere(value)
 
     def _value(self, value: Any) -> Any:
-        if isinstance(value, _PLAIN):
-            if isinstance(value, _NUMBERS) and not self._numbers:
-                return type(value), _kind(value)
-            return type(value), value
+        if isinstance(value, PLAIN):
+            return type(value), value if self._numbers else kind(value)
         if isinstance(value, tuple):
             return tuple(map(self._value, value))
         if isinstance(value, (FunctionType, MethodType, functools.partial)):
@@ -145,11 +143,13 @@ def _names(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(names), tuple(attributes)
 
 
-def _kind(number: complex) -> Any:
-    """What a branch is most likely to ask of a number."""
-    if isinstance(number, complex):
-        return number != 0
-    return max(-_SMALL, min(number, _SMALL)) if isinstance(number, int) else (number > 0, number < 0)
+def kind(value: Any) -> Any:
+    """What a branch is most likely to ask of a number: its sign, which small whole one it is. Others are themselves."""
+    if isinstance(value, complex):
+        return value != 0
+    if isinstance(value, int):
+        return max(-_SMALL, min(value, _SMALL))
+    return (value > 0, value < 0) if isinstance(value, float) else value
 
 
 def _elsewhere(value: Any) -> Any:

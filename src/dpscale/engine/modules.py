@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from dpscale.engine.functions import PLAIN, kind
+
 
 @dataclass(frozen=True, eq=False)
 class Structure:
@@ -26,6 +28,7 @@ class Structure:
         kinds: the class of every module, in the order of ``modules()``.
         training: the mode of every module, in the same order.
         constants: buffers, and parameters that are not trained.
+        attributes: what else the modules hold that a forward may read or ask: numbers, flags and words.
         state: what these depend on. A parameter stands there by its place in memory, which no other can take while
             ``trainable`` or ``constants`` holds it; a buffer likewise.
     """
@@ -34,6 +37,7 @@ class Structure:
     kinds: tuple[type[nn.Module], ...]
     training: tuple[bool, ...]
     constants: tuple[Tensor, ...]
+    attributes: "Attributes"
     state: list[Any]
 
 
@@ -48,8 +52,35 @@ def structure(model: nn.Module) -> Structure:
         parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         kinds, training = zip(*((type(m), m.training) for m in model.modules()), strict=True)
         frozen = [p for p in model.parameters() if not p.requires_grad]
-        known = _known[model] = Structure(parameters, kinds, training, (*model.buffers(), *frozen), state)
+        constants = (*model.buffers(), *frozen)
+        known = _known[model] = Structure(parameters, kinds, training, constants, Attributes(model), state)
     return known
+
+
+class Attributes:
+    """Numbers, flags and words in the attributes of a model's modules, those that were there when it was looked at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (vars(module), name)
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, PLAIN) and name not in ("training", "_is_full_backward_hook")
+        ]
+        self.values = self.now()
+        self._kinds = tuple(map(kind, self.values))
+
+    def now(self) -> tuple[Any, ...]:
+        """Their values. Of what has become something else, its type: tensors are not compared."""
+        found = [attributes.get(name) for attributes, name in self._places]
+        return tuple([value if isinstance(value, PLAIN) else type(value) for value in found])
+
+    def kinds(self) -> tuple[Any, ...]:
+        """What a branch is most likely to ask of them; ``values`` are those that were seen then."""
+        values = self.now()
+        if values != self.values:
+            self.values, self._kinds = values, tuple(map(kind, values))
+        return self._kinds
 
 
 def _state(model: nn.Module) -> list[Any]:
@@ -63,7 +94,7 @@ def _state(model: nn.Module) -> list[Any]:
             state.append(None if module is None else (seen[id(module)],))
             continue
         seen[id(module)] = len(seen)
-        state += (type(module), module.training)
+        state += (type(module), module.training, len(vars(module)))
         for name, p in module._parameters.items():
             state += (name, id(p), p is not None and p.requires_grad)
         for name, buffer in module._buffers.items():
