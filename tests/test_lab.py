@@ -5,7 +5,9 @@ import dataclasses
 import io
 import json
 import math
+import os
 import re
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -824,7 +826,7 @@ def test_the_verdict_looks_seed_by_seed_too(found):
     rows = summary.summarize(moved)
     assert rows[0].difference == pytest.approx(-0.01) and rows[1].difference is None
     told = summary.verdict(rows)
-    assert told.startswith("No two of the 2 private methods differ") and "DP-SGD (−1.0 ± 0.0 points)" in told
+    assert told.startswith("No two of the 2 private methods differ") and "DP-SGD (−1.0 ± 0.3 points)" in told
 
 
 def test_a_wider_search_is_told_of_runs_that_it_chose_again(tmp_path):
@@ -1173,3 +1175,126 @@ def test_seeds_are_five_and_three_where_a_run_takes_minutes(tmp_path, monkeypatc
     )  # fmt: skip
     paper.experiments([TINY.replace(preset=name) for name in paper.PRESETS], [], tmp_path)
     assert asked == {"mnist": 5, "fashion-mnist": 5, "cifar10-simclr": 5, "celeba-male": 3, "imagenette": 3}
+
+
+def at(record, rate, seed=None, minute=0, **data):
+    """The record as if it had been run at another rate, at another time, on other data."""
+    return dataclasses.replace(
+        record,
+        choice=record.choice | {"rate": rate},
+        seed=record.seed if seed is None else seed,
+        created=f"2030-01-01T00:{minute:02}:00+00:00",
+        data=record.data | data,
+    )
+
+
+def test_a_row_is_of_one_rate_one_data_set_and_one_run_per_seed(found):
+    one = next(r for r in found if r.method == "dp-sgd")
+    other = next(r for r in found if r.method == "dp-psasc")
+    runs = [
+        at(one, 0.3, seed=0, minute=1),
+        at(one, 0.3, seed=1, minute=1),
+        at(one, 0.3, seed=3, minute=1),
+        at(one, 5.0, seed=0, minute=2),
+        at(one, 5.0, seed=1, minute=3),
+        at(one, 5.0, seed=1, minute=4),  # the same run once more
+        at(other, 0.3, seed=0, minute=2),  # each method has its own rate
+        at(one, 5.0, seed=2, minute=3, checksums={"a": "of other data"}),
+    ]
+    chosen, left_out = summary.select(runs)
+    kept = [(r.method, r.choice["rate"], r.seed, r.created[14:16]) for r in chosen]
+    assert kept == [("dp-sgd", 5.0, 0, "02"), ("dp-sgd", 5.0, 1, "04"), ("dp-psasc", 0.3, 0, "02")]
+    assert left_out == 5
+
+
+def test_a_run_on_other_data_is_another_run(tmp_path, monkeypatch):
+    config, methods = TINY.at_rate(0.1).replace(epochs=1), presets.methods("dp-sgd")
+    ran = []
+    compare.compare(config, methods, [0], tmp_path, workers=1, on_finished=ran.append)
+    compare.compare(config, methods, [0], tmp_path, workers=1, on_finished=ran.append)
+    assert len(ran) == 1
+    monkeypatch.setattr(compare, "checksums", lambda name: {"train": "other"})
+    compare.compare(config, methods, [0], tmp_path, workers=1, on_finished=ran.append)
+    assert len(ran) == 2
+
+
+def test_tries_that_were_made_are_not_forgotten(tmp_path):
+    methods = presets.methods("dp-sgd")
+    for grid, tries in (((0.05, 0.2), 2), ((0.2,), 2), ((0.05, 0.2, 0.4), 3)):
+        config = TINY.replace(epochs=1, grid=grid, diagnostics=False)
+        (record,) = compare.compare(config, methods, [0], tmp_path, workers=1).records
+        if record.choice["rate"] == 0.2:
+            assert len(record.search["tries"]) == tries
+
+
+def test_what_is_packed_already_stays(folder, found, tmp_path):
+    packed = tmp_path / "digits.jsonl"
+    count = records.pack(folder, packed)
+    other = tmp_path / "other"
+    at(found[0], 0.123).save(other)
+    assert records.pack(other, packed) == count + 1 == len(records.load(packed))
+    assert records.pack(folder, packed) == count + 1
+
+
+def test_methods_that_were_not_searched_alike_are_told(found):
+    def searched(record, rates, held_out):
+        tries = [{"choice": {"rate": rate, "gamma1": 0.1}, "accuracy": 0.5} for rate in rates]
+        told = {
+            "searched_for": record.method,
+            "tries": tries,
+            "held_out": held_out,
+            "epochs": 2,
+            "note": "",
+            "chosen": {},
+        }
+        return dataclasses.replace(record, search=told)
+
+    one, other = (next(r for r in found if r.method == name) for name in ("dp-sgd", "dp-psasc"))
+    alike = [searched(one, (0.3, 1.2), 0.2), searched(other, (0.3, 1.2), 0.2)]
+    assert "NOT SEARCHED ALIKE" not in summary.verdict(summary.summarize(alike))
+    for rates, held_out in (((0.3,), 0.2), ((0.3, 1.2), 0.4)):
+        records_ = [alike[0], searched(other, rates, held_out)]
+        rows = summary.summarize(records_)
+        assert "NOT SEARCHED ALIKE" in summary.verdict(rows) and not summary.alike(rows)
+        page = "".join(report._search(records_, summary.alike(rows)))
+        assert "not searched alike" in page and "same number of tries" not in page
+
+
+@pytest.mark.parametrize("poison", [{"accuracy": None}, {"versions": {}}, {"curves": {}}, {"preset": "../away"}])
+def test_a_record_that_is_none_is_refused(found, tmp_path, poison):
+    text = found[0].to_dict()
+    text |= {"config": text["config"] | poison} if "preset" in poison else poison
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(text))
+    with pytest.raises(ValueError, match=r"record.json is not a record of format \d"):
+        records.read(path)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_ends_the_processes_at_once(error):
+    with pytest.raises(error), compare._processes(1) as pool:
+        process = pool.submit(os.getpid).result()
+        pool.submit(time.sleep, 600)
+        raise error
+    for _ in range(200):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("it is still there")
+
+
+def test_a_seeded_run_says_what_its_seed_means():
+    statement = runner.run(job("dp-sgd", seed=3)).statement
+    assert "come from the seed 3" in statement and "Whoever knows a seed can take the noise away" in statement
+
+
+@pytest.mark.parametrize(("momentum", "kept"), [("heavy-ball", 0.9), ("inner-outer", 0.9), ("disk", 0), ("none", 0)])
+def test_plain_sgd_goes_as_far_as_its_rate_says(momentum, kept, monkeypatch):
+    """Rate × 1 where a private method has no outer momentum, rate × γ1 with a heavy ball, which goes 1/γ1 as far."""
+    made, make = [], runner._optimizer
+    monkeypatch.setattr(runner, "_optimizer", lambda *args: made.append(make(*args)) or made[-1])
+    runner.run(job("non-private", config=TINY.replace(epochs=1, momentum=momentum), rate=1.2))
+    (group,) = made[0].param_groups
+    assert group["momentum"] == pytest.approx(kept) and group["lr"] / (1 - kept) == pytest.approx(1.2)

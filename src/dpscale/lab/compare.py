@@ -13,8 +13,9 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, as_completed, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from dpscale.checks import require
 from dpscale.engine.compiled import formula_of
 from dpscale.engine.phases import phase
 from dpscale.lab import models, records, runner
+from dpscale.lab.data import checksums
 from dpscale.lab.presets import METHODS, Choice, Config, Method, searched
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
@@ -179,7 +181,7 @@ class _Batch:
         for job in jobs:
             path = _file(self.out, job)
             known = records.read(path) if path.exists() else self.packed.get(_key(job))
-            if known is None:
+            if known is None or not _holds(known, job):
                 missing.append(job)
             else:
                 self.done += 1
@@ -195,6 +197,8 @@ class _Batch:
         """The record of a run that a wider search has chosen again: that search is told from now on."""
         if job.search is None or json.dumps(record.search) == json.dumps(job.search):
             return record
+        if record.search is not None and not _tried(record.search) <= _tried(job.search):
+            return record  # tries that were made are not forgotten
         record = replace(record, search=job.search)
         record.save(_folder(self.out, record.role))
         return record
@@ -280,6 +284,15 @@ def train(
     return record
 
 
+def _tried(search: Mapping[str, Any]) -> set[str]:
+    return {json.dumps(each["choice"], sort_keys=True) for each in search["tries"]}
+
+
+def _holds(record: Record, job: Job) -> bool:
+    """Whether a record is of the data that lie here under that name; without any, it is taken as it is."""
+    return checksums(job.config.data) in (None, record.data.get("checksums"))
+
+
 def _or_inf(loss: float | None) -> float:
     return math.inf if loss is None else loss
 
@@ -319,8 +332,36 @@ def _pool(workers: int) -> Iterator[Executor | None]:
         yield pool
 
 
-def _processes(count: int, compiling: int = 1) -> ProcessPoolExecutor:
+@contextlib.contextmanager
+def _processes(count: int, compiling: int = 1) -> Iterator[ProcessPoolExecutor]:
     """So many of them, each with ``compiling`` of its own at most where it compiles."""
     # Spawned, not forked: a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=(compiling,))
+    with (
+        _ended_by_signal(),
+        ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=(compiling,)) as pool,
+    ):
+        try:
+            yield pool
+        except BaseException:  # an interrupt: what is under way is lost in any case, so nobody waits for it
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@contextlib.contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """A request to end is an exit like any other: processes that were started are ended too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dpscale.checks import require, require_count, require_probability
 from dpscale.lab.datasets import stored
 from dpscale.lab.datasets.catalogue import CATALOGUE, find
-from dpscale.lab.datasets.folder import OnProgress, ignore
+from dpscale.lab.datasets.folder import DataError, OnProgress, ignore
 
 _SPLIT_SEED = 0  # which images are test images: one fixed choice, the same in every experiment
 _HOLD_OUT_SEED = 1
@@ -87,6 +87,16 @@ def load(
             provenance=arrays.provenance,
         )
     return data if train_size is None else _first(data, train_size)
+
+
+def checksums(name: str) -> dict[str, Any] | None:
+    """Of the files of a data set, as its manifest has them; None if there are none here, or no such files."""
+    if name == "digits" or not stored.is_there(name):
+        return None
+    try:
+        return dict(stored.described(name)["files"])
+    except (DataError, KeyError):  # whoever reads the data says what is wrong with them
+        return None
 
 
 def digits() -> Data:

@@ -6,6 +6,7 @@ Tables, figures and reports read records and nothing else, so any of them can be
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,11 +150,14 @@ def beside(folder: Path) -> Path:
 
 
 def pack(folder: Path, path: Path) -> int:
-    """Write the records of ``folder``, its search included, into one file, a line each; return how many."""
-    found = load(folder)
-    if (folder / "search").is_dir():
-        tries = load(folder / "search")
-        found = [record for record in found if record.key not in {one.key for one in tries}] + tries
+    """Write the records of ``folder``, its search included, into one file, a line each; return how many.
+
+    What the file has already stays there, unless the folder has another record of the same run.
+    """
+    found = load(folder) + (load(folder / "search") if (folder / "search").is_dir() else [])
+    kept = {record.key: record for record in _unpacked(path)} if path.is_file() else {}
+    found = list((kept | {record.key: record for record in found}).values())
+    found.sort(key=lambda record: (record.role, record.method, record.seed, record.key))
     lines = (json.dumps(r.to_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":")) for r in found)
     write(path, "".join(f"{line}\n" for line in lines))
     return len(found)
@@ -171,9 +175,25 @@ def _record(text: bytes, name: str, action: str) -> Record:
     try:
         found = json.loads(text.decode())
         known = {f.name for f in dataclasses.fields(Record)}
-        if isinstance(found, dict) and found.get("format") == FORMAT and set(found) == known:
+        if isinstance(found, dict) and found.get("format") == FORMAT and set(found) == known and _sound(found):
             return Record(**found)
         problem = f"is not a record of format {FORMAT}"
     except (UnicodeDecodeError, json.JSONDecodeError):
         pass
     raise ValueError(f"{name} {problem}. Delete it and {action}.")
+
+
+def _sound(found: Mapping[str, Any]) -> bool:
+    """Whether the parts that tables and pages are made of are what they should be. A preset names a file."""
+    config, curves, choice = found["config"], found["curves"], found["choice"]
+    return (
+        all(isinstance(found[name], dict) for name in ("config", "curves", "choice", "data", "versions"))
+        and isinstance(config.get("preset"), str)
+        and re.fullmatch(r"\w[\w.-]*", config["preset"]) is not None
+        and all(isinstance(config.get(name), (int, float)) for name in ("epsilon", "delta", "epochs", "batch"))
+        and {"dpscale"} <= set(found["versions"])
+        and {"epoch", "train_loss", "accuracy"} <= set(curves)
+        and isinstance(choice.get("rate"), (int, float))
+        and isinstance(found["data"].get("test"), int)
+        and all(isinstance(found[name], (int, float)) for name in ("accuracy", "seconds", "cold_seconds", "seed"))
+    )

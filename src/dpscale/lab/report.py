@@ -117,7 +117,8 @@ def _overview(found: Sequence[Experiment]) -> Iterable[str]:
     yield (
         "<p class=\"note\">Mean over seeds and its 95% interval (Student's t); below it the paper's figure, where it "
         "has one. The paper gives no intervals, no learning rates, no momenta. Where they were searched "
-        "here, every method had the same number of tries. The number of seeds stands with the experiment, or with a "
+        "here, every method had the same number of tries, unless the experiment says otherwise. The number of seeds "
+        "stands with the experiment, or with a "
         "method that has fewer.</p>"
     )
 
@@ -182,7 +183,7 @@ def _section(one: Experiment, name: str, level: int) -> Iterable[str]:
         "Accuracy": _table(one),
         "Pictures": _pictures(one.records, name),
         "What is private, and how far": _privacy(one.rows),
-        "Rates and momenta": _search(one.records),
+        "Rates and momenta": _search(one.records, summary.alike(one.rows)),
         "To repeat this": _facts(one.records, one.left_out),
     }
     for title, lines in parts.items():
@@ -256,7 +257,7 @@ def _privacy(rows: Sequence[Row]) -> Iterable[str]:
     yield "</dl>"
 
 
-def _search(chosen: Sequence[Record]) -> Iterable[str]:
+def _search(chosen: Sequence[Record], alike: bool) -> Iterable[str]:
     found = {r.search["searched_for"]: r.search for r in chosen if r.search}
     if not found:
         yield "<p>The rates were given, not searched in this run. A search on private data is not counted in ε.</p>"
@@ -265,10 +266,14 @@ def _search(chosen: Sequence[Record]) -> Iterable[str]:
     yield f"<p>{escape(first['note'])}</p>"
     epochs, whole = first.get("epochs"), chosen[0].config["epochs"]
     early = f" of {plural(epochs, 'epoch')}" if epochs and epochs < whole else ""
+    if not alike:
+        yield '<p class="warn">The methods were not searched alike.</p>'
+    part = f"{100 * first['held_out']:g}% of" if alike else "a part of"
     yield (
-        f"<p>Accuracy on {100 * first['held_out']:g}% of the training data, one run per try{early}, the same number "
-        "of tries for every method. Rates are learning rate × bound / γ1, so that rules of different bounds and "
-        "momenta of different length are treated alike; the choice made is marked.</p>"
+        f"<p>Accuracy on {part} the training data, one run per try{early}"
+        f"{', the same number of tries for every method' if alike else ''}. Rates are learning rate × bound / γ1, so "
+        "that rules of different bounds and momenta of different length are treated alike; the choice made is "
+        "marked.</p>"
     )
     yield '<dl class="tries">'
     for method, search in found.items():

@@ -215,7 +215,7 @@ def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
         delta=config.delta if plan else None,
         noise_multiplier=plan.noise_multiplier if plan else None,
         plan=plan.to_dict() if plan else None,
-        statement=NOT_PRIVATE if plan is None else plan.statement(delta=config.delta) if final else "",
+        statement=NOT_PRIVATE if plan is None else _statement(plan, config, job.seed) if final else "",
         curves=curves,
         accuracy=accuracy,
         loss=loss if math.isfinite(loss) else None,
@@ -305,6 +305,13 @@ def _rows(config: Config, data: Data) -> int | None:
     return max(_sampling(config, samples).physical_batch for samples in (data.size, size(config)))
 
 
+def _statement(plan: Plan, config: Config, seed: int) -> str:
+    return (
+        f"{plan.statement(delta=config.delta)}\nBatches and noise come from the seed {seed}, so that the run can be "
+        "repeated. Whoever knows a seed can take the noise away: the guarantee is that of the same run without one."
+    )
+
+
 def _plan(job: Job, method: Method, data: Data) -> Plan | None:
     scaling = method.scaling(job.config)
     if scaling is None:
@@ -386,7 +393,8 @@ def _mean_gradient(
 def _train_plain(model: nn.Module, job: Job, data: Data, steps: int) -> Iterator[_Step]:
     """Plain PyTorch on the batches that a private run of the same seed draws, divided by the same constant."""
     gamma1 = job.config.constants(job.choice)["gamma1"]
-    heavy = 0.0 if job.config.momentum == "none" else 1 - gamma1  # torch's momentum is the same heavy ball
+    outer = job.config.momentum in ("heavy-ball", "inner-outer")  # the others are for private gradients
+    heavy = 1 - gamma1 if outer else 0.0  # torch's momentum is the same heavy ball
     optimizer, sampling = _optimizer(model, job, heavy), _sampling(job.config, data.size)
     losses, schedule = _losses_of(job.config), _schedule(optimizer, job.config, steps)
     draws = sampling.draws(Key(job.seed).generator("sampling"))

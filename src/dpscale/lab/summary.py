@@ -42,6 +42,8 @@ class Row:
     difference_half_width: float | None = None
     end: str | None = None
     """"largest" or "smallest", if its own search chose that of the rates it tried."""
+    searched: str | None = None
+    """What its own search tried, and how, in words; None if it had none."""
 
     @property
     def shown(self) -> str:
@@ -82,18 +84,26 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
 def select(records: Sequence[Record], like: Record | None = None) -> tuple[list[Record], int]:
     """The final runs of one experiment, and how many final runs of other settings were left out.
 
-    A folder may hold runs with several settings; those of ``like``, or else of the newest record, are taken, so
-    that no table mixes two.
+    A folder may hold runs with several settings, on other data, or at several rates; those of ``like``, or else of the
+    newest record, are taken, and of each method those at the rate and momentum of its newest, so that no table mixes
+    two. Of one seed there is one run.
     """
     final = [record for record in records if record.role == "final"]
     if not final:
         raise ValueError("These records are of a search for learning rates only. Run the comparison to its end.")
 
     def settings(record: Record) -> str:
-        return json.dumps([asked(record.config, record.role), record.versions["dpscale"]], sort_keys=True)
+        about = [asked(record.config, record.role), record.versions["dpscale"], record.data.get("checksums")]
+        return json.dumps(about, sort_keys=True)
 
     wanted = settings(like or max(final, key=lambda record: record.created))
-    chosen = [record for record in final if settings(record) == wanted]
+    newest: dict[str, Mapping[str, float]] = {}
+    runs: dict[tuple[str, int], Record] = {}
+    for record in sorted(final, key=lambda record: record.created, reverse=True):
+        alike = settings(record) == wanted and newest.setdefault(record.method, record.choice) == record.choice
+        if alike and (record.method, record.seed) not in runs:
+            runs[record.method, record.seed] = record
+    chosen = list(runs.values())
     order = {name: place for place, name in enumerate(METHODS)}
     chosen.sort(key=lambda record: (order.get(record.method, len(order)), record.method, record.seed))
     return chosen, len(final) - len(chosen)
@@ -117,6 +127,8 @@ def summarize(records: Sequence[Record]) -> list[Row]:
         pairs = [r.accuracy - reference[r.seed] for r in group if r.seed in reference and method != REFERENCE]
         difference, difference_half_width = interval(pairs) if pairs else (None, None)
         first = group[0]
+        if difference_half_width is not None:  # seeds may agree by chance, to the image
+            difference_half_width = max(difference_half_width, 1 / first.data["test"])
         rows.append(
             Row(
                 method=method,
@@ -137,6 +149,7 @@ def summarize(records: Sequence[Record]) -> list[Row]:
                 difference=difference,
                 difference_half_width=difference_half_width,
                 end=_end(first),
+                searched=_searched(first),
             )
         )
     return rows
@@ -150,6 +163,26 @@ def _end(record: Record) -> str | None:
     return ends.get(record.choice["rate"])
 
 
+def _searched(record: Record) -> str | None:
+    if not record.search or record.search["searched_for"] != record.method:
+        return None
+    search, tries = record.search, record.search["tries"]
+    rates, momenta = (sorted({each["choice"].get(name) or 1.0 for each in tries}) for name in ("rate", "gamma1"))
+    return (
+        f"{len(tries)} {'try' if len(tries) == 1 else 'tries'} of {search.get('epochs') or 'all'} epochs, measured on "
+        f"{search.get('held_out', 0):.3g} of the training data, at rates {_numbers(rates)}, γ1 {_numbers(momenta)}"
+    )
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def alike(rows: Sequence[Row]) -> bool:
+    """Whether all that had a search of their own had the same one."""
+    return len({row.searched for row in rows if row.searched}) <= 1
+
+
 def differ(one: Row, other: Row) -> bool:
     """Whether two intervals have no point in common. Single seeds show nothing."""
     if one.half_width is None or other.half_width is None:
@@ -160,7 +193,14 @@ def differ(one: Row, other: Row) -> bool:
 def verdict(rows: Sequence[Row]) -> str:
     """Plain sentences: which private methods differ by more than their intervals, which do not, and whether a search
     stopped at the end of its grid."""
-    return " ".join(filter(None, (_differences(rows), _ends(rows))))
+    return " ".join(filter(None, (_unequal(rows), _differences(rows), _ends(rows))))
+
+
+def _unequal(rows: Sequence[Row]) -> str:
+    if alike(rows):
+        return ""
+    told = "; ".join(f"{row.title} had {row.searched}" for row in rows if row.searched)
+    return f"NOT SEARCHED ALIKE, so that methods do not compare: {told}."
 
 
 def _differences(rows: Sequence[Row]) -> str:
