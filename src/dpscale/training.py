@@ -272,7 +272,7 @@ class Private:
         mask = self._take(losses)
         parameters = self._parameters()
         self._begun(parameters, len(mask))
-        with _memory_advice(self._micro_batch):
+        with _memory_advice(len(mask)):
             out = self._recorder.scaled_sum(losses, self.plan.scaling, mask)
         report = _report([out], mask)
         self._release(parameters, out.grads, report)
@@ -373,12 +373,13 @@ def privatize(
         plan: calibrated.
         seed: None for the operating system's randomness; an integer makes the run reproducible, and its noise
         guessable.
-        micro_batch: rows per forward; None for a whole logical batch. A matter of memory and speed: results do not
-            depend on it. A Poisson draw of 512 on average is padded to 632 rows, so that (nearly) all fit; in parts of
-            64, to 544 on average.
+        micro_batch: rows per forward of `Private.step`; None for a whole logical batch. A matter of memory and speed:
+            results do not depend on it. A Poisson draw of 512 on average is padded to 632 rows, so that (nearly) all
+            fit; in parts of 64, to 544 on average. In a loop of your own the forward is yours, on all rows.
         compile: trace and compile `Private.step` at its first batch, which takes from seconds to a minute and pays over
             a long run. None: on CUDA only. What cannot be compiled runs eagerly, with one line that says why. Numbers
-            that ``loss_fn`` reads from attributes of objects are taken as they are at that first batch.
+            that ``loss_fn`` reads from attributes of objects that are no modules of the model are taken as they are at
+            that first batch.
 
     What comes before the first step (inspection, compilation) is logged by the logger ``dpscale`` at level INFO, with
     its seconds.
@@ -434,7 +435,7 @@ def _memory_advice(rows: int) -> Iterator[None]:
             raise
         raise MemoryError(
             f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. Call privatize(..., "
-            f"micro_batch={max(1, rows // 2)}): the result does not depend on it."
+            f"micro_batch={max(1, rows // 2)}) and private.step(batch, loss_fn): the result does not depend on it."
         ) from error
 
 
