@@ -65,8 +65,8 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
         culprit = where_samples_meet(model, run, batch)
         raise UnsupportedModel(
             f"Samples are coupled at {culprit}: what one sample holds reaches another. A per-sample gradient, and so "
-            "a bound on one sample's influence, does not exist then. The usual causes are BatchNorm (replaced by "
-            "GroupNorm, as dpscale.fix(model) does, it is none), statistics taken over the batch, and a loss that mixes "
+            "a bound on one sample's influence, does not exist then. The usual causes are BatchNorm "
+            "(dpscale.fix(model) puts GroupNorm in its place), statistics taken over the batch, and a loss that mixes "
             "samples or averages over them (use reduction='none')."
         ) from None
     with undisturbed(model):
