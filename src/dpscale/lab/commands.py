@@ -7,6 +7,7 @@ import shlex
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +47,7 @@ def train(
 
     chosen = presets.method(method)
     folder = out or Path("runs") / config.preset
+    _require_writable(folder)
     with display.run_bar(chosen.title, quiet=as_json) as bar:
         record = train(config, chosen, seed, folder, command=_command(), on_progress=bar)
     if as_json:
@@ -79,11 +81,13 @@ def compare(
 
     config = config if tune else config.replace(tune=False)
     chosen, folder, start = presets.methods(methods), out or Path("runs") / config.preset, time.perf_counter()
+    _require_writable(folder)
     with display.comparison_bar(f"compare {config.preset}", quiet=as_json) as bar:
         found = compare.compare(
             config, chosen, range(seeds), folder, workers=workers, command=_command(), on_finished=bar
         ).records
     rows = summary.summarize(found)
+    folder.mkdir(parents=True, exist_ok=True)  # there is none yet if all records were packed beside it
     path, _ = report.write(folder, like=found[0])
     seconds = time.perf_counter() - start
     if as_json:
@@ -104,7 +108,8 @@ def report(
     markdown: Annotated[
         Path | None,
         typer.Option(
-            help="Write the tables as Markdown into this file too; what is above its line <!-- tables --> stays."
+            help="Write the tables as Markdown into this file too; what is above its line <!-- tables --> stays, and "
+            "a file without that line is refused."
         ),
     ] = None,
     pack: Annotated[
@@ -123,10 +128,10 @@ def report(
     from dpscale.lab import markdown as tables
     from dpscale.lab import paper, records, report
 
+    before = tables.before(markdown) if markdown else ""
     found = paper.load(folder)
     files = {"report": report.write_all(folder, found)}
     if markdown:
-        before = markdown.read_text(encoding="utf-8") if markdown.is_file() else ""
         records.write(markdown, tables.page(found, before))
         files["markdown"] = markdown
     if pack:
@@ -252,12 +257,18 @@ def all_(
 ) -> None:
     """Settings, accuracies and pictures in one go: table2 with diagnostics on. Resumes where it left off.
 
+    Presets that the paper does not have are left out of the settings.
+
     \b
     Example:
       dpscale reproduce all --budget-minutes 120 --out runs/paper
     """
-    if not as_json:
-        table1(presets_)
+    from dpscale.lab import paper
+
+    _require_writable(out)
+    settings = [name for name in _names(presets_) if name in paper.SIZES]
+    if settings and not as_json:
+        table1(",".join(settings))
     _experiments(presets_, methods, seeds, out, budget_minutes, data, values, workers, as_json, diagnostics=True)
 
 
@@ -330,6 +341,7 @@ def theory(
     found["command"], found["commit"] = _command(), provenance.source_commit()
     found["versions"] = provenance.installed_versions()
     found["seconds"], found["cpu_seconds"] = round(time.perf_counter() - start, 1), round(time.process_time(), 1)
+    out.mkdir(parents=True, exist_ok=True)
     paths = theory_view.write(out, found)
     if as_json:
         print_json({**found, "files": [str(path) for path in paths]})
@@ -354,11 +366,17 @@ def _plain(value: Any) -> Any:
 
 
 def _require_writable(folder: Path) -> None:
-    # Tried before minutes are spent, not after.
+    # Tried before minutes are spent, not after; what is refused for another reason leaves no folder behind.
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        finally:
+            for path in made:
+                with suppress(OSError):  # not there, or somebody's by now
+                    path.rmdir()
     except OSError as error:
         raise ValueError(f"Cannot write to the folder {folder}: {error.strerror}. Choose another --out.") from error
 

@@ -5,6 +5,7 @@ and series colours from CSS variables of the page, so one picture serves light, 
 past the noise says so on itself, wherever it is shown.
 """
 
+import hashlib
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -259,22 +260,30 @@ def _counts(group: Sequence[Record], name: str, centres: str) -> tuple[dict[floa
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
-    """An ``<svg>`` element to put into a page, coloured by its CSS variables, with ids of its own."""
-    text = _svg(figure, name, transparent=True)
+    """An ``<svg>`` element to put into a page, coloured by its CSS variables, with ids of its own.
+
+    Args:
+        name: of the picture in its page; any text, from which the ids are made.
+        description: for those who do not see it, escaped for an attribute.
+    """
+    text, opening = _svg(figure, name, transparent=True), f'" role="img" aria-label="{description}">'
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
-    text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{_slug(name)}-", text)
     text = re.sub(
-        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>',
-        rf'<svg viewBox="\1" role="img" aria-label="{description}">',
-        text,
-        count=1,
+        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', lambda found: f'<svg viewBox="{found[1]}{opening}', text, count=1
     )
     series = ((colour, f"--series-{k}") for k, colour in enumerate(SERIES))
     for colour, variable in ((INK, "--ink"), (GRID, "--grid"), (WARN, "--warn"), *series):
         text = text.replace(colour, f"var({variable})")
     return text
+
+
+def _slug(name: str) -> str:
+    """A name that can stand in an id, an address and a pattern; names that differ stay different."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return name if slug and slug == name else f"{slug}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".strip("-")
 
 
 def svg_file(figure: Figure, name: str) -> str:

@@ -1,6 +1,8 @@
 """Records as a page of Markdown tables, so that a results page can be made anew from them."""
 
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from dpscale.lab.paper import Experiment
 from dpscale.lab.presets import METHODS, Choice
@@ -16,6 +18,25 @@ data; that search is not counted in ε. The paper gives no intervals."""
 MARK = "<!-- tables -->"
 """What stands above this line in a page was written by hand, and stays."""
 
+_MARKED = re.compile(rf"^{re.escape(MARK)}[ \t]*$", re.MULTILINE)
+
+
+def before(path: Path) -> str:
+    """What a file has before its tables are made anew, to be given to `page`; the start of a page if it has nothing.
+
+    A file without `MARK` was not meant to be overwritten: a ``ValueError``.
+    """
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    except UnicodeDecodeError:
+        raise ValueError(f"The file {path} is no text in UTF-8. Write the tables to another one.") from None
+    if text.strip() and not _MARKED.search(text):
+        raise ValueError(
+            f"The file {path} is there and has no line {MARK}, so that all of it would be overwritten. Add that line "
+            "where the tables are to begin, or write them to another file."
+        )
+    return text if text.strip() else f"# Results\n\n{MARK}\n"
+
 
 def page(found: Sequence[Experiment], before: str = "") -> str:
     """The whole page: one table of all accuracies, then each experiment in full.
@@ -23,8 +44,8 @@ def page(found: Sequence[Experiment], before: str = "") -> str:
     Args:
         before: the page as it was; what it has above `MARK` is kept in place of a title.
     """
-    head, mark, _ = before.partition(MARK)
-    title = f"{head}{MARK}" if mark else "# Results"
+    mark = _MARKED.search(before)
+    title = f"{before[: mark.start()]}{MARK}" if mark else "# Results"
     return "\n".join((title, "", _NOTE, "", *_overview(found), *(line for one in found for line in _one(one))))
 
 

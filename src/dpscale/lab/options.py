@@ -113,7 +113,9 @@ def configured(name: str, rate: float | None, data: Path | None, values: list[st
         config = config.replace(gamma1s=(config.gamma1,))
     if changes.get("K0") is not None or changes.get("gamma0") is not None:
         config = config.replace(inner=((config.K0, config.gamma0),))
-    return config if rate is None else config.at_rate(rate)
+    config = config if rate is None else config.at_rate(rate)
+    config.require_fitting()
+    return config
 
 
 def _values(given: list[str]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The paper's own figures, and its experiments made anew from records."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from dpscale.accounting import Accountant
+from dpscale.checks import require
 from dpscale.lab import compare, presets, records, summary
 from dpscale.lab.compare import Finished
+from dpscale.lab.datasets import DataError, stored
 from dpscale.lab.presets import Config, Method, preset
 from dpscale.lab.records import Record
 from dpscale.lab.summary import Row
@@ -61,6 +64,9 @@ class Setting:
 
 def settings(names: Sequence[str] = PRESETS) -> list[Setting]:
     """The paper's settings with σ as calibrated, by privacy-loss distributions and by Rényi DP. Nothing is trained."""
+    for name in names:
+        must = f"experiments of the paper, which are {', '.join(SIZES)}"
+        require(name in SIZES, "table1", "presets", must, name, "Leave it out.")
     return [_setting(preset(name), SIZES[name]) for name in names]
 
 
@@ -122,15 +128,28 @@ def experiments(
         budget: seconds after which no run is begun any more. The same call goes on where it left off.
     """
     deadline = None if budget is None else time.monotonic() + budget
+    counted = [range(seeds or SEEDS.get(config.preset, 5)) for config in configs]
+    for config, each in zip(configs, counted, strict=True):
+        _require_data(config, methods, each, out / config.preset)
     done = []
-    for config in configs:
+    for config, each in zip(configs, counted, strict=True):
         found = compare.compare(
-            config, methods, range(seeds or SEEDS.get(config.preset, 5)), out / config.preset, workers=workers,
+            config, methods, each, out / config.preset, workers=workers,
             deadline=deadline, command=command, on_finished=partial(on_finished, config.preset),
         )  # fmt: skip
         rows = summary.summarize(found.records)
         done.append(Experiment(preset=config.preset, records=found.records, rows=rows, left=found.left))
     return done
+
+
+def _require_data(config: Config, methods: Sequence[Method], seeds: Sequence[int], out: Path) -> None:
+    """Refuse an experiment that has runs left and no data, before another one is trained for hours."""
+    try:
+        stored.require_there(config.data)
+    except DataError:
+        # Records that are complete do without their data. A deadline that is over begins no run.
+        if compare.compare(config, methods, seeds, out, workers=1, deadline=-math.inf).left:
+            raise
 
 
 def load(out: Path, like: Record | None = None) -> list[Experiment]:

@@ -14,8 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpscale.checks import require, require_count, require_positive, require_probability
+import torch
+
+from dpscale.checks import is_number, require, require_count, require_positive, require_probability
 from dpscale.lab.data import DATA
+from dpscale.lab.datasets import catalogue
 from dpscale.lab.encoders import ENCODERS
 from dpscale.lab.models import MODELS
 from dpscale.momentum import DiSK, HeavyBall, InnerOuter, Momentum, PerSampleEMA
@@ -25,6 +28,8 @@ from dpscale.scaling import RULES, Scaling
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything about an experiment but the method and the seed. `replace` overrides any value.
+
+    Real numbers become floats and counts integers, so that 1 and 1.0 make one and the same record.
 
     Args:
         preset: name under which it is known.
@@ -99,6 +104,16 @@ class Config:
     note: str = ""
 
     def __post_init__(self) -> None:
+        self._settle()
+        for name in ("tune", "diagnostics"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), "Config", name, "a boolean", value, "In --set, write true or false.")
+        quoted = "In --set, quote what is not meant as a number: 'note=\"5\"'."
+        require(isinstance(self.note, str), "Config", "note", "a string", self.note, quoted)
+        pair = self.normalize if isinstance(self.normalize, tuple) else ()
+        ok = len(pair) == 2 and all(is_number(value) and math.isfinite(value) for value in pair) and pair[1] != 0
+        must = "two finite numbers (a, b), with b not 0"
+        require(ok, "Config", "normalize", must, self.normalize, "A pixel x becomes (x - a)/b.")
         for name in ("epsilon", "C", "r", "s"):
             require_positive("Config", name, getattr(self, name))
         for name in ("batch", "epochs", "last_epochs"):
@@ -111,7 +126,8 @@ class Config:
         require(self.schedule in SCHEDULES, "Config", "schedule", f"one of {', '.join(SCHEDULES)}", self.schedule)
         precisions = ("float32", "bf16")
         require(self.precision in precisions, "Config", "precision", f"one of {', '.join(precisions)}", self.precision)
-        require(0 <= self.average < 1, "Config", "average", "a number in [0, 1)", self.average)
+        ok = is_number(self.average) and 0 <= self.average < 1
+        require(ok, "Config", "average", "a number in [0, 1)", self.average)
         for name in ("train_size", "search_epochs", "micro_batch"):
             if getattr(self, name) is not None:
                 require_count("Config", name, getattr(self, name))
@@ -123,12 +139,43 @@ class Config:
             for make in _MOMENTA.values():
                 make(self.constants(choice))  # refuses bad constants, in its own words
         require(bool(self.grid), "Config", "grid", "at least one rate", self.grid)
+        ok = isinstance(self.rates, Mapping) and set(self.rates) <= set(METHODS)
+        must = f"a mapping from names of methods to rates; the names are {', '.join(METHODS)}"
+        require(ok, "Config", "rates", must, self.rates, 'In --set, write rates={"dp-sgd": 1.2}; --lr sets them all.')
         for rate in (*self.grid, *self.rates.values()):
             require_positive("Config", "rate", rate, action="It is learning rate × bound / gamma1.")
         require(self.data in DATA, "Config", "data", f"one of {', '.join(DATA)}", self.data)
         require(self.model in MODELS, "Config", "model", f"one of {', '.join(MODELS)}", self.model)
         names = (None, *ENCODERS)
         require(self.encoder in names, "Config", "encoder", f"one of {', '.join(map(str, names))}", self.encoder)
+
+    def _settle(self) -> None:
+        """Write numbers in one way, floats as floats and counts as integers; what is no number stays to be refused."""
+        settled: dict[str, Any] = {name: _real(getattr(self, name)) for name in _REAL}
+        settled["K0"] = _whole(self.K0)
+        for name in ("grid", "gamma1s"):
+            settled[name] = tuple(_real(value) for value in getattr(self, name))
+        if isinstance(self.normalize, tuple | list):
+            settled["normalize"] = tuple(_real(value) for value in self.normalize)
+        for pair in self.inner:
+            ok = isinstance(pair, tuple | list) and len(pair) == 2
+            require(ok, "Config", "inner", "pairs (K0, gamma0)", self.inner, "In --set, write inner=[[1, 0.5]].")
+        settled["inner"] = tuple((_whole(K0), _real(gamma0)) for K0, gamma0 in self.inner)
+        if isinstance(self.rates, Mapping):
+            settled["rates"] = {name: _real(rate) for name, rate in self.rates.items()}
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+
+    def require_fitting(self) -> None:
+        """Refuse a model that cannot take the samples. It is tried without data and without weights, at no cost."""
+        shape, classes = catalogue.sample(self.data)
+        what = f"the samples of {self.data}"
+        if self.encoder is not None:
+            shape, what = (ENCODERS[self.encoder].features,), f"the features of {self.encoder}"
+        if not _takes(self.model, shape, classes):
+            able = ", ".join(name for name in MODELS if _takes(name, shape, classes))
+            must = f"one that takes {what}, of shape {shape}"
+            require(False, "Config", "model", must, self.model, f"Choose one of {able}.")
 
     def replace(self, **changes: Any) -> "Config":
         """The same experiment with other values; a change that is None leaves the value as it is."""
@@ -191,6 +238,11 @@ class Choice:
     K0: int | None = None
     gamma0: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("rate", "gamma1", "gamma0"):
+            object.__setattr__(self, name, _real(getattr(self, name)))
+        object.__setattr__(self, "K0", _whole(self.K0))
+
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Choice":
         """The choice in a record."""
@@ -205,6 +257,29 @@ class Choice:
         names = {"gamma1": "γ1", "K0": "K0", "gamma0": "γ0"}
         rest = [f"{names[k]} {v:g}" for k, v in self.to_dict().items() if k != "rate"]
         return ", ".join([f"{self.rate:g}", *rest])
+
+
+_REAL = (
+    "epsilon", "delta", "C", "r", "s", "held_out", "average", "gamma1", "gamma0", "kappa", "lookahead", "gamma",
+)  # fmt: skip
+
+
+def _real(value: Any) -> Any:
+    return float(value) if is_number(value) else value
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _takes(model: str, shape: tuple[int, ...], classes: int) -> bool:
+    """Whether a model makes a logit per class of a sample of this shape."""
+    try:
+        with torch.device("meta"):  # where nothing is allocated and nothing is computed
+            logits = MODELS[model](shape, classes)(torch.empty(1, *shape))
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return tuple(logits.shape) == (1, classes)
 
 
 OPTIMIZERS = ("sgd", "nadam")

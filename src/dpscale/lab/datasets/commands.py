@@ -132,6 +132,8 @@ def verify(
 ) -> None:
     """Check every file of a data set, and count its samples per class and split. Exit code 1 if one is broken.
 
+    Decoded images that are not what was written are decoded anew.
+
     \b
     Example:
       dpscale data verify
@@ -153,7 +155,9 @@ def verify(
     for each in names:
         try:
             with _bar(quiet=as_json) as bar:
-                found.append({**stored.inspect(each, root, bar), "ok": True})
+                sound = stored.inspect(each, root, bar)
+                stored.check_decoded(each, root, bar, _note)
+            found.append({**sound, "ok": True})
         except (DataError, OSError) as error:
             if not stored.is_there(each, root):
                 raise

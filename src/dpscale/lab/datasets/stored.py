@@ -1,9 +1,12 @@
 """A data set in the data folder: its manifest, what it holds, whether it is sound, and its arrays."""
 
 import hashlib
+import io
+import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dpscale.lab.datasets import formats, packed
-from dpscale.lab.datasets.catalogue import Files, Shards, find
+from dpscale.lab.datasets.catalogue import NOTHING_NEEDED, Files, Shards, find
 from dpscale.lab.datasets.folder import (
     DataError,
     OnProgress,
@@ -41,7 +44,11 @@ class Arrays:
 
 
 def read(name: str, folder: str | os.PathLike[str] | None = None, on_progress: OnProgress = ignore) -> Arrays:
-    """The arrays of a data set, checked against its checksums. Shards are decoded once and then kept decoded."""
+    """The arrays of a data set. Shards are decoded once and then kept decoded.
+
+    Official files and shards are checked against their checksums; decoded images by size and time of the file, unless
+    these have changed. `check_decoded` compares all of them.
+    """
     entry, home = _home(name, folder)
     manifest = read_manifest(entry, home)
     if isinstance(entry, Files):
@@ -66,10 +73,23 @@ def is_there(name: str, folder: str | os.PathLike[str] | None = None) -> bool:
     return (data_folder(folder) / name).is_dir()
 
 
+def require_there(name: str, folder: str | os.PathLike[str] | None = None) -> None:
+    """Raise `DataError` unless the data folder has every file of this data set, or none is needed. None is read."""
+    if name == NOTHING_NEEDED:
+        return
+    entry, home = _home(name, folder)
+    for file in entry.md5 if isinstance(entry, Files) else read_manifest(entry, home)["files"]:
+        if not (home / file).is_file():
+            raise DataError(f"The file {home / file} is missing. Run '{entry.repair}'.")
+
+
 def inspect(
     name: str, folder: str | os.PathLike[str] | None = None, on_progress: OnProgress = ignore
 ) -> dict[str, Any]:
-    """Check every file of a data set; samples per split and class, files and source. A `DataError` if it is broken."""
+    """Check every file of a data set; samples per split and class, files and source. A `DataError` if it is broken.
+
+    What was decoded from them is `check_decoded`'s.
+    """
     entry, home = _home(name, folder)
     manifest = read_manifest(entry, home)
     content = contents(entry, home, manifest, on_progress)
@@ -193,6 +213,34 @@ def decoded_file(home: Path, manifest: Mapping[str, Any], split: str) -> Path:
     return home / f"{split}-{key[:16]}.npy"
 
 
+def check_decoded(
+    name: str,
+    folder: str | os.PathLike[str] | None = None,
+    on_progress: OnProgress = ignore,
+    on_note: Callable[[str], None] = ignore,
+) -> None:
+    """Compare decoded images with the checksum taken when they were written; others are decoded anew.
+
+    ``on_note`` is told of each file that is. Images that were not decoded yet are left so.
+    """
+    entry, home = _home(name, folder)
+    if isinstance(entry, Files):
+        return
+    manifest = read_manifest(entry, home)
+    for split in entry.splits:
+        path = decoded_file(home, manifest, split)
+        known = _sealed(path).get("sha256")
+        if not path.is_file() or known == checksum(path, "sha256"):
+            continue
+        wrong = "have no checksum" if known is None else "are not those that were written: their checksum is another"
+        on_note(f"The decoded images in {path} {wrong}. Decoding them anew.")
+        try:
+            _seal(path).unlink(missing_ok=True)  # without it they are not taken
+        except PermissionError:
+            raise DataError(f"The decoded images in {path} {wrong}, and may not be replaced. Delete it.") from None
+        _decoded(entry, home, manifest, split, _shards(entry, home, manifest)[split], on_progress)
+
+
 def _decoded(
     entry: Shards, home: Path, manifest: Mapping[str, Any], split: str, shards: Sequence[Shard], on_progress: OnProgress
 ) -> np.ndarray:
@@ -203,12 +251,16 @@ def _decoded(
         with locked(home.parent, entry.name):
             if (found := _mapped(path, shape)) is not None:  # another process has decoded it meanwhile
                 return found
-            for old in home.glob(f"{split}-*.npy"):
+            for old in home.glob(f"{split}-*.npy*"):  # with what is known of it
                 old.unlink()
+            header, digest = io.BytesIO(), hashlib.sha256()
+            np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
             with whole(path) as stream:
-                np.lib.format.write_array_header_1_0(stream, {"descr": "|u1", "fortran_order": False, "shape": shape})
-                for chunk in packed.decode(shards, entry, f"decoding {split}", on_progress):
-                    stream.write(chunk.data)
+                chunks = packed.decode(shards, entry, f"decoding {split}", on_progress)
+                for part in itertools.chain([header.getbuffer()], (chunk.data for chunk in chunks)):
+                    digest.update(part)
+                    stream.write(part)
+            _write_seal(path, digest.hexdigest())
     except PermissionError:  # a folder that others may only read
         return np.concatenate(list(packed.decode(shards, entry, f"decoding {split}", on_progress)))
     found = _mapped(path, shape)
@@ -218,8 +270,48 @@ def _decoded(
 
 def _mapped(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
     # Copy on write: the array may be written to, the file stays as it is.
+    if not _as_written(path):
+        return None
     try:
         found: np.ndarray = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
     return found if found.shape == shape and found.dtype == np.uint8 else None
+
+
+def _as_written(path: Path) -> bool:
+    """Whether decoded images are those that were written: by size and time, or, if another time, by checksum."""
+    seal = _sealed(path)
+    try:
+        held = path.stat()
+    except OSError:
+        return False
+    if seal.get("bytes") != held.st_size:
+        return False
+    if seal.get("mtime_ns") == held.st_mtime_ns:
+        return True
+    if seal.get("sha256") != checksum(path, "sha256"):
+        return False
+    with suppress(OSError):  # a copy, perhaps in a folder that may only be read
+        _write_seal(path, seal["sha256"])
+    return True
+
+
+def _seal(path: Path) -> Path:
+    """The file beside decoded images that says what was written: checksum, size and time."""
+    return path.with_name(f"{path.name}.json")
+
+
+def _sealed(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_seal(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_seal(path: Path, sha256: str) -> None:
+    held = path.stat()
+    seal = {"sha256": sha256, "bytes": held.st_size, "mtime_ns": held.st_mtime_ns}
+    with whole(_seal(path)) as stream:
+        stream.write(f"{json.dumps(seal)}\n".encode())

@@ -116,19 +116,24 @@ def extract(
         _require_images(data.name, name, images)
     place = _device(device)
     folder = data_folder(folder)
-    path = folder / "features" / f"{_slug(data.name)}-{chosen.name}-{size}-{_TYPES[dtype]}.safetensors"
+    sha256 = images_sha256(data)
+    rest = f"{chosen.name}-{size}-{_TYPES[dtype]}.safetensors"
+    whole = folder / "features" / f"{_slug(data.name)}-{rest}"
+    # A part of a data set has a file of its own: it must not take the place of the whole.
+    part = whole.with_name(f"{_slug(data.name)}-{sha256[:8]}-{rest}")
+    path = part if "train_size" in data.provenance else whole
     asked: dict[str, Any] = {
         "format": FORMAT,
         "encoder": chosen.name,
         "size": size,
         "dtype": _TYPES[dtype],
         "data": data.name,
-        "data_sha256": images_sha256(data),
+        "data_sha256": sha256,
     }
     source = checkpoint or chosen.checkpoint(folder)
     if source is not None:
         asked["weights_sha256"] = _weights_sha256(source, own=checkpoint is None)
-    if (kept := _read(path, asked)) is not None:
+    if (kept := _read(path, asked) or _read(whole, asked)) is not None:
         return kept
     with locked(path.parent, path.stem):
         if (kept := _read(path, asked)) is not None:  # made by another process meanwhile
