@@ -131,7 +131,7 @@ def test_dataset_of_another_size_than_planned():
         private().batches(data(59))
 
 
-@pytest.mark.parametrize("option", ["batch_size", "shuffle", "drop_last", "sampler"])
+@pytest.mark.parametrize("option", ["batch_size", "shuffle", "drop_last", "in_order", "sampler"])
 def test_loader_options_that_change_the_sampling(option):
     with pytest.raises(
         ValueError, match=f"'loader' parameter of batches must be without .*{option}.*sampler in the plan"

@@ -7,6 +7,7 @@ import gc
 import logging
 import pickle
 import re
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -581,3 +582,125 @@ def test_samples_that_are_not_finite_do_not_stop_a_loop_of_your_own():
         for batch in own.batches(TensorDataset(x, y)):
             losses = loss_fn(own.model, batch)
             own.backward(losses + losses.roll(1))
+
+
+def test_more_rows_than_samples_are_refused():
+    """Two views of each sample would be two samples, if their number happens to fit."""
+
+    def twice(samples):
+        x, y, _ = default_collate(samples)
+        return x.repeat_interleave(2, 0), y.repeat_interleave(2, 0)
+
+    run = private(sampling=dpscale.FixedSize(size=SIZE, batch=6), micro_batch=12)
+    with pytest.raises(ValueError, match=r"has made 12 rows of 6 samples"):
+        next(run.batches(Numbered(), collate_fn=twice))
+
+
+@pytest.mark.parametrize("how", ["alone", "after", "keyword"])
+def test_a_closure_is_refused(how):
+    """It runs after the gradients were looked at."""
+    run = private()
+    before = vector(run.model)
+
+    def closure():
+        run.optimizer.zero_grad()
+        loss = loss_fn(run.model, data()[:8]).mean()
+        loss.backward()
+        return loss
+
+    if how == "after":
+        run.backward(loss_fn(run.model, next(batches := run.batches(data()))))
+        del batches
+    with pytest.raises(RuntimeError, match=r"was given a closure"):
+        run.optimizer.step(closure=closure) if how == "keyword" else run.optimizer.step(closure)
+    assert torch.equal(vector(run.model), before)
+
+
+def test_one_run_after_another_on_the_same_optimizer():
+    """What the first one saw is no concern of the second; and both may take turns."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = private(model, optimizer=optimizer)
+    train(first)
+    loss_fn(model, data()[:8]).mean().backward()
+    second, waiting = private(model, optimizer=optimizer), private(model, optimizer=optimizer).batches(data())
+    next(waiting)  # of a third, whose batch is not used
+    train(second)
+    assert second.steps_taken == 5
+
+
+def test_a_run_that_nobody_holds_is_gone():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = private(model, optimizer=optimizer)
+    train(run)
+    gone = weakref.ref(run)
+    del run
+    gc.collect()
+    assert gone() is None
+    loss_fn(model, data()[:8]).mean().backward()
+    optimizer.step()  # and with it its guard
+
+
+def test_a_refused_step_is_not_charged():
+    """A gradient that would not be overwritten, of a layer frozen since, is found before anything is released."""
+    run = private()
+    loss_fn(run.model, data()[:8]).mean().backward()
+    run.model[0].requires_grad_(False)
+    batches = run.batches(data())
+    batch = next(batches)
+    with pytest.raises(RuntimeError, match=r"A plain backward\(\) has added"):
+        run.step(batch, loss_fn)
+    assert run.steps_taken == 0
+    run.optimizer.zero_grad()
+    run.step(batch, loss_fn)
+    assert run.steps_taken == 1
+
+
+class Keeping(nn.Module):
+    """Keeps to itself what a loop may add to the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        self.hidden = self.first(x)
+        self.balance = self.hidden.softmax(1).mean(0).square().sum()
+        return self.second(self.hidden.tanh())
+
+
+@pytest.mark.parametrize("what", ["balance", "penalty"])
+def test_what_a_model_keeps_to_itself_is_looked_at_too(what):
+    run = private(Keeping())
+    with pytest.raises(dpscale.UnsupportedModel, match="coupled in the loss" if what == "balance" else "of a gradient"):
+        for x, y in run.batches(data()):
+            x.requires_grad_()
+            losses = loss_fn(run.model, (x, y))
+            if what == "balance":
+                run.backward(losses + run.model.balance)
+            else:
+                (slope,) = torch.autograd.grad(run.model.hidden.sum(), x, create_graph=True)
+                run.backward(losses + slope.square().sum(1))
+    assert run.steps_taken == 0
+
+
+def test_an_interrupt_in_the_midst_of_a_forward():
+    class Interrupted(nn.Sequential):
+        def forward(self, x):
+            if interrupting:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    run, plain, interrupting = private(Interrupted(*mlp())), private(), False
+    with pytest.raises(KeyboardInterrupt):
+        for batch in run.batches(data()):
+            losses = loss_fn(run.model, batch)  # the second time, when the model is known and the forward is recorded
+            run.backward(losses)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            interrupting = True
+    interrupting = False
+    gc.collect()
+    assert run.steps_taken == 1 and run.model(data()[:3][0]).requires_grad
+    assert torch.equal(train(run), train(plain))

@@ -47,6 +47,11 @@ def _longer(batch: Any, count: int, more: int) -> Any:
     """Whatever in a batch has ``count`` rows, with ``more`` copies of the first."""
     if isinstance(batch, Tensor):
         has_rows = batch.ndim > 0 and len(batch) == count
+        if more and batch.ndim > 0 and len(batch) == count + more:
+            raise ValueError(
+                f"collate_fn has made {len(batch)} rows of {count} samples. Each row counts as a sample, so there must "
+                "be one for each. Put views of a sample into a dimension of their own."
+            )
         return torch.cat([batch, batch[:1].expand(more, *batch.shape[1:])]) if has_rows and more else batch
     if isinstance(batch, MutableMapping):
         longer = copy.copy(batch)
@@ -54,7 +59,7 @@ def _longer(batch: Any, count: int, more: int) -> Any:
             longer[name] = _longer(value, count, more)
         return longer
     if isinstance(batch, (list, tuple)):
-        if len(batch) == count and all(isinstance(value, _PLAIN) for value in batch):
+        if not hasattr(batch, "_fields") and len(batch) == count and all(isinstance(v, _PLAIN) for v in batch):
             return type(batch)([*batch, *batch[:1] * more])
         parts = [_longer(value, count, more) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)

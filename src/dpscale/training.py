@@ -1,7 +1,6 @@
 """The private step, and the loop around it."""
 
 import logging
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
-from torch.utils.hooks import RemovableHandle
 
 from dpscale.batches import Batches, Padded, chosen_rows
 from dpscale.checks import require, require_count
@@ -31,6 +29,7 @@ from dpscale.engine import (
 from dpscale.engine.compiled import Fast
 from dpscale.engine.loop import Recorder
 from dpscale.engine.modules import Structure, structure
+from dpscale.guard import Guard
 from dpscale.momentum import Course, Weights
 from dpscale.noise import Key, Noise
 from dpscale.plan import Plan
@@ -81,16 +80,12 @@ class Private:
         self._noise = Noise(self._key)
         self._micro_batch = micro_batch
         self._drawn: Tensor | None = None  # mask of the batch that was drawn and not yet used
-        self._unstepped = False
-        self._plain: set[int] = set()  # parameters to whose gradients a plain backward() has added, by id
         self._watched: Structure | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._guard = Guard.of(optimizer, self)
         self._recorder = Recorder(model)
         self._fast = Fast(model) if compile else None
         self._course: Course | None = None
         self._remembered: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
-        optimizer.register_step_pre_hook(self._stepping)
-        optimizer.register_step_post_hook(self._stepped)
         self._parameters()
 
     @property
@@ -146,7 +141,7 @@ class Private:
             size, f"Plan with {type(self.plan.sampling).__name__}(size={size}, ...), so that sampler and accountant "
                 "agree.",
         )  # fmt: skip
-        taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & set(loader)
+        taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & set(loader)
         require(not taken, "batches", "loader", "without options that change the sampling", sorted(taken),
                 "Choose the sampler in the plan.")  # fmt: skip
         left = self.steps - self._charged
@@ -195,8 +190,7 @@ class Private:
             batch: as drawn; it may have been moved to a device or transformed sample by sample.
             loss_fn: ``loss_fn(model, batch)`` -> per-sample losses, shape (B,).
         """
-        mask = self._take(batch)
-        parameters = self._parameters()
+        mask, parameters = self._take(batch)
         points = self._begun(parameters, len(mask)).points()
         sums: dict[str, Tensor] = {}
         reports = []
@@ -255,7 +249,7 @@ class Private:
         Args:
             losses: shape (B,), from a forward of the model on the drawn batch.
         """
-        if self._unstepped and any(p.grad is not None for p in self.model.parameters()):
+        if self._guard.unapplied and any(p.grad is not None for p in self.model.parameters()):
             raise RuntimeError(
                 "backward() was called again before optimizer.step(). A second release would overwrite the first, "
                 "and both would be charged. Call optimizer.step() and optimizer.zero_grad() first; for larger "
@@ -269,18 +263,16 @@ class Private:
             )
         if self._drawn is not None:
             check_losses(losses, len(self._drawn))
-        mask = self._take(losses)
-        parameters = self._parameters()
+        mask, parameters = self._take(losses)
         self._begun(parameters, len(mask))
         with _memory_advice(len(mask)):
             out = self._recorder.scaled_sum(losses, self.plan.scaling, mask)
         report = _report([out], mask)
         self._release(parameters, out.grads, report)
-        self._unstepped = True
         return report
 
-    def _take(self, batch: Any) -> Tensor:
-        """The mask of the drawn batch, after every check that could refuse it. Nothing is changed yet."""
+    def _take(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mask of the drawn batch and what to train, after every check that could refuse it. Nothing is changed."""
         if self._charged >= self.steps:
             raise BudgetExhausted(
                 f"All {self.steps} planned steps are taken, and with them the privacy budget. Nothing was released. "
@@ -296,7 +288,10 @@ class Private:
             samples == len(self._drawn), "step", "batch", f"of {len(self._drawn)} rows, as drawn (padding included)",
             samples, "Pass on every row; the padding is masked inside.",
         )  # fmt: skip
-        return self._drawn.to(device, non_blocking=True)
+        parameters = self._parameters()
+        steered = (p for group in self.optimizer.param_groups for p in group["params"])
+        self._guard.check(p for p in steered if not any(p is q for q in parameters.values()))  # others are overwritten
+        return self._drawn.to(device, non_blocking=True), parameters
 
     def _release(self, parameters: Mapping[str, Tensor], sums: dict[str, Tensor], report: StepReport) -> None:
         """Book the step, add the noise once, divide by the expected batch size, and hand over to the optimizer."""
@@ -313,43 +308,23 @@ class Private:
         for name, mean in sums.items():
             p = parameters[name]
             p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
-            self._plain.discard(id(p))
+        self._guard.released(parameters[name] for name in sums)
 
     def _parameters(self) -> dict[str, Tensor]:
         """Those to train, by name. Where the model is another than before, the optimizer must be over them still, and
         they are watched for gradients that come from elsewhere."""
         found = structure(self.model)
         if found is not self._watched:
-            parameters, run = trainable(self.model), weakref.ref(self)
+            trainable(self.model)  # refuses a model that has none
             check_optimizer(self.model, self.optimizer)
-
-            def added(p: Tensor) -> None:
-                if (this := run()) is not None:
-                    this._plain.add(id(p))
-
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = [p.register_post_accumulate_grad_hook(added) for p in parameters.values()]
+            self._guard.watch(found.trainable.values())
             self._watched = found
         return dict(found.trainable)
 
-    def _stepping(self, *_: Any) -> None:
-        """Before the optimizer's step: what it is about to apply must be private."""
-        if self._plain and any(p.grad is not None and id(p) in self._plain for p in self.model.parameters()):
-            raise RuntimeError(
-                "A plain backward() has added to the gradients, which are now neither bounded nor noisy. No step was "
-                "made. Call private.backward(losses) or private.step(batch, loss_fn) with every term in the losses; to "
-                "train on public data, take an optimizer of its own. To go on, call optimizer.zero_grad()."
-            )
-        if self._drawn is not None and not self._unstepped:
-            raise RuntimeError(
-                "optimizer.step() was called while a drawn batch waits: nothing private was computed from it. Call "
-                "private.backward(losses) first, in place of losses.mean().backward(), or private.step(batch, loss_fn)."
-            )
-
-    def _stepped(self, *_: Any) -> None:
-        self._unstepped = False
-        self._plain.clear()
+    @property
+    def waiting(self) -> bool:
+        """Whether a batch was drawn and not yet used."""
+        return self._drawn is not None
 
 
 def privatize(

@@ -5,6 +5,7 @@ import logging
 import re
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -316,13 +317,26 @@ def test_an_attribute_that_changed_is_not_the_one_that_was_compiled(change):
     fast(squares, batch, dpscale.Clip(C=1.0), mask)
 
 
-def test_an_attribute_that_couples_samples_is_looked_at_again():
+def test_numbers_in_tuples_and_lists_are_noticed_too():
+    model = nn.Sequential(nn.Conv1d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(10, 1))
+    batch, mask = (torch.randn(4, 1, 5),), torch.ones(4, dtype=torch.bool)
+    fast, _ = counted(model)
+    for dilation in (1, 2, 1):
+        model[0].dilation, model[0].padding = (dilation,), (dilation,)
+        found = fast(squares, batch, dpscale.Clip(C=1.0), mask)
+        expected = dpscale.scaled_sum(model, squares, batch, dpscale.Clip(C=1.0), mask)
+        torch.testing.assert_close(found.norms, expected.norms)
+        torch.testing.assert_close(found.losses, squares(model, batch).detach())
+
+
+@pytest.mark.parametrize("centred", ["centred", np.str_("centred")])
+def test_an_attribute_that_couples_samples_is_looked_at_again(centred):
     model, batch, mask = Tempered(), (torch.randn(4, 3),), torch.ones(4, dtype=torch.bool)
     fast, _ = counted(model)
     for compute in (fast, functools.partial(dpscale.scaled_sum, model)):
         model.mode = "plain"
         compute(squares, batch, dpscale.Clip(C=1.0), mask)
-        model.mode = "centred"
+        model.mode = centred
         with pytest.raises(dpscale.UnsupportedModel, match="coupled at mean"):
             compute(squares, batch, dpscale.Clip(C=1.0), mask)
 

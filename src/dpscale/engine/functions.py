@@ -149,7 +149,9 @@ def kind(value: Any) -> Any:
         return value != 0
     if isinstance(value, int):
         return max(-_SMALL, min(value, _SMALL))
-    return (value > 0, value < 0) if isinstance(value, float) else value
+    if isinstance(value, tuple):
+        return tuple(map(kind, value))
+    return (value > 0, value < 0, value == value) if isinstance(value, float) else value
 
 
 def _elsewhere(value: Any) -> Any:

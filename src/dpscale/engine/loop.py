@@ -4,7 +4,8 @@ Between the draw of a batch and its backward, every forward of the model on that
 meets a backward (an evaluation) costs nothing but the memory of its graph, and is forgotten at the next draw.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from dpscale.engine import ScaledSum, backward, blueprints, check_losses, exactly, signature, trainable
 from dpscale.engine.capture import Capture
-from dpscale.engine.combine import combine, gradients
+from dpscale.engine.combine import combine, edges, gradients
 from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.modules import structure
 from dpscale.engine.taint import Watch
 from dpscale.scaling import Scaling
+
+Rows = Callable[[Tensor], Tensor]
+"""From a gradient to the same with the samples first."""
 
 
 class Recorder:
@@ -46,6 +50,9 @@ class Recorder:
 
     def stop(self) -> None:
         """No batch is waiting."""
+        if self._running is not None:  # an interrupt came in the midst of a forward
+            self._running.__exit__(None, None, None)
+            self._running = None
         self._samples, self._captures, self._outputs, self._twice = None, [], [], False
         for hook in self._hooks:
             hook.remove()
@@ -67,26 +74,39 @@ class Recorder:
             return ScaledSum(losses=losses.detach(), **vars(combine(forms, rule, mask, parameters)))
 
     def _check_apart(self, losses: Tensor) -> None:
-        """Each loss must depend on its own row of the model's outputs alone: three samples first, then one a step."""
+        """Each loss must depend on its own row of the model's outputs alone: three samples first, then one a step.
+
+        At first also by every operation that met parameters: a loss may depend on what the model keeps to itself.
+        """
         several = [self._checked % len(losses)] if self._checked else range(min(3, len(losses)))
         for i in several:
-            seed = torch.zeros_like(losses)
-            seed[i] = torch.nan
-            grads = torch.autograd.grad([losses], self._outputs, [seed], retain_graph=True, allow_unused=True)
-            if any(g is not None and bool(g.ne(0)[_others(g, i)].any()) for g in grads):
-                # What is not finite is so without any seed: it is looked at apart, and adds nothing.
-                none = torch.autograd.grad(
-                    [losses], self._outputs, [torch.zeros_like(losses)], retain_graph=True, allow_unused=True
-                )
-                coupled = [
-                    g.ne(0) & at_rest.eq(0) for g, at_rest in zip(grads, none, strict=True) if None not in (g, at_rest)
-                ]
-                if any(bool(c[_others(c, i)].any()) for c in coupled):
-                    raise UnsupportedModel(
-                        f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's "
-                        "output. Compute each loss from its own sample (reduction='none')."
-                    )
+            self._check_one(losses, i, torch.nan, [(edge, lambda g: g) for edge in self._outputs])
+            if not self._checked:
+                for capture in self._captures:
+                    self._check_one(losses, i, 1.0, list(_insides(capture)))
         self._checked += len(several)
+
+    def _check_one(self, losses: Tensor, i: int, seed: float, places: list[tuple[GradientEdge, Rows]]) -> None:
+        """What reaches ``places`` from loss ``i`` must be in its own row there."""
+        targets: Any = [edge for edge, _ in places]
+
+        def reached(value: float) -> Iterator[Tensor]:
+            seeds = torch.zeros_like(losses)
+            seeds[i] = value
+            grads = torch.autograd.grad([losses], targets, [seeds], retain_graph=True, allow_unused=True)
+            for g, (_, rows) in zip(grads, places, strict=True):
+                if g is not None:
+                    each = rows(g)
+                    yield torch.cat([each[:i], each[i + 1 :]]).ne(0)
+
+        if any(bool(others.any()) for others in reached(seed)):
+            # What is not finite is so without any seed: it is looked at apart, and adds nothing.
+            pairs = zip(reached(seed), reached(0.0), strict=True)
+            if any(bool((others & ~at_rest).any()) for others, at_rest in pairs):
+                raise UnsupportedModel(
+                    f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's output. "
+                    "Compute each loss from its own sample (reduction='none')."
+                )
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         samples = self._samples
@@ -120,10 +140,10 @@ class Recorder:
         self._captures.append(capture)
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         self._outputs += [get_gradient_edge(t) for t in outputs]
-        for t in outputs:
-            t.register_hook(self._passed)
+        for edge in edges(capture):
+            edge.node.register_prehook(self._passed)
 
-    def _passed(self, _: Tensor) -> None:
+    def _passed(self, _: Any) -> None:
         """A backward came through a captured forward. One that records itself, for a gradient of the gradient, would
         lose what that owes to the parameters: they were not there."""
         self._twice |= torch.is_grad_enabled()
@@ -143,9 +163,11 @@ class _Hook:
         return _Hook, ()
 
 
-def _others(t: Tensor, i: int) -> Tensor:
-    """All rows but one."""
-    return torch.arange(len(t), device=t.device) != i
+def _insides(capture: Capture) -> Iterator[tuple[GradientEdge, Rows]]:
+    """Where gradients arrive in a forward, and how to find the samples there."""
+    for met in capture.met:
+        for k, edge in met.edges.items():
+            yield edge, partial(met.site.layouts[f"out{k}"].per_sample, samples=capture.samples)
 
 
 def _astray() -> RuntimeError:

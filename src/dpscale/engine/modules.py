@@ -9,9 +9,12 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -58,14 +61,15 @@ def structure(model: nn.Module) -> Structure:
 
 
 class Attributes:
-    """Numbers, flags and words in the attributes of a model's modules, those that were there when it was looked at."""
+    """Numbers, flags and words in the attributes of a model's modules, also in tuples and lists; those that were there
+    when it was looked at."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [
             (vars(module), name)
             for module in model.modules()
             for name, value in vars(module).items()
-            if isinstance(value, PLAIN) and name not in ("training", "_is_full_backward_hook")
+            if _told(value) is not type(value) and name not in ("training", "_is_full_backward_hook")
         ]
         self.values = self.now()
         self._kinds = tuple(map(kind, self.values))
@@ -73,7 +77,7 @@ class Attributes:
     def now(self) -> tuple[Any, ...]:
         """Their values. Of what has become something else, its type: tensors are not compared."""
         found = [attributes.get(name) for attributes, name in self._places]
-        return tuple([value if isinstance(value, PLAIN) else type(value) for value in found])
+        return tuple([value if isinstance(value, PLAIN) else _told(value) for value in found])
 
     def kinds(self) -> tuple[Any, ...]:
         """What a branch is most likely to ask of them; ``values`` are those that were seen then."""
@@ -102,6 +106,15 @@ def _state(model: nn.Module) -> list[Any]:
         state += module._modules.keys()  # a scripted module's are no dictionary
         waiting += module._modules.values()
     return state
+
+
+def _told(value: Any) -> Any:
+    """A value that can be compared: what is none is its type."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_told, value)) if all(_told(each) is not type(each) for each in value) else type(value)
+    return value if isinstance(value, (*PLAIN, torch.dtype, Enum)) else type(value)
 
 
 @contextmanager
