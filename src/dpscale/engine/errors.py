@@ -7,6 +7,6 @@ class UnsupportedModel(ValueError):
 
 SECOND = (
     "The loss takes a gradient of a gradient (create_graph=True, as in a gradient penalty, or torch.func.grad). What "
-    "that owes to the parameters cannot be seen, so their per-sample gradients are unknown. Leave that term out, or take "
-    "its gradient by torch.autograd.grad without create_graph and use it as a constant."
+    "that owes to the parameters cannot be seen, so their per-sample gradients are unknown. Leave that term out, or "
+    "take its gradient by torch.autograd.grad without create_graph and use it as a constant."
 )
