@@ -848,7 +848,7 @@ def test_the_verdict_says_where_a_search_stopped_at_the_end_of_its_grid(found):
 
     a, b = (next(r for r in found if r.method == name) for name in ("dp-sgd", "dp-psasc"))
     told = summary.verdict(summary.summarize([searched(a, 0.4), searched(b, 0.4)]))
-    assert told.endswith("DP-SGD and DP-PSASC all chose the largest rate that was tried: a larger one might be better.")
+    assert told.endswith("and DP-PSASC both chose the largest rate that was tried: a larger one might be better.")
     told = summary.verdict(summary.summarize([searched(a, 0.1), searched(b, 0.2)]))
     assert told.endswith("DP-SGD chose the smallest rate that was tried: a smaller one might be better.")
     unsearched = dataclasses.replace(a, search=None)

@@ -239,7 +239,7 @@ def _ends(rows: Sequence[Row]) -> str:
     for end, other in (("largest", "larger"), ("smallest", "smaller")):
         there = [row.title for row in rows if row.end == end]
         if there:
-            verb = "chose" if len(there) == 1 else "all chose"
+            verb = {1: "chose", 2: "both chose"}.get(len(there), "all chose")
             told.append(f"{_list(there)} {verb} the {end} rate that was tried: a {other} one might be better.")
     return " ".join(told)
 
