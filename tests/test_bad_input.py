@@ -398,3 +398,21 @@ def test_coupling_that_begins_with_larger_batches():
 
     with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
         dpscale.scaled_sum(Sometimes(), lambda m, b: m(b[0]).sum(1), (torch.randn(8, 4),), RULE)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_a_forward_that_changes_by_itself(how):
+    """It is not the samples that are coupled: the same batch gives other results."""
+
+    class Counting(nn.Sequential):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * (1 + 0.1 * self.calls)
+
+    run = private(Counting(*mlp()))
+    with pytest.raises(dpscale.UnsupportedModel, match=r"gives something else each time.*a counter.*as a buffer"):
+        for drawn in run.batches(data()):
+            run.step(drawn, loss_fn) if how == "step" else run.backward(loss_fn(run.model, drawn))
+    assert run.steps_taken == 0

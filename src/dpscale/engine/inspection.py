@@ -62,6 +62,12 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
         sites = [_site(*args) for args in zip(base.seen, few.seen, touched.inputs, touched.outputs, strict=True)]
         blueprint = Blueprint(tuple(sites), inconclusive(batch))
     except _Coupled:
+        if _changes_by_itself(model, run, batch):
+            raise UnsupportedModel(
+                "The forward gives something else each time, on the very same batch: it computes with what it changes "
+                "itself (a counter, a cache?), so that nothing can be told about its samples. Change that outside of "
+                "the forward, as a buffer, or hand it over with the batch."
+            ) from None
         culprit = where_samples_meet(model, run, batch)
         raise UnsupportedModel(
             f"Samples are coupled at {culprit}: what one sample holds reaches another. A per-sample gradient, and so "
@@ -137,6 +143,16 @@ class _Touched:
                     "would carry them out of training without noise. Replace the layer (BatchNorm by GroupNorm), or "
                     "stop the update."
                 )
+
+
+def _changes_by_itself(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> bool:
+    """Whether two runs on the same batch, with the same random numbers, give different results."""
+
+    def results() -> list[Tensor]:
+        with undisturbed(model), torch.no_grad(), Meeting():
+            return [t for t in tree_leaves(run(batch)) if isinstance(t, Tensor)]
+
+    return not all(torch.allclose(a, b, rtol=1e-3, equal_nan=True) for a, b in zip(results(), results(), strict=True))
 
 
 def _check_whole(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> None:
