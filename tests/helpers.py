@@ -1,10 +1,12 @@
-"""A small private run, for the tests of everything around the engine."""
+"""A small private run, for the tests of everything around the engine, and commands."""
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
 
 import dpscale
+from dpscale import cli
 
 SIZE = 60
 
@@ -47,3 +49,19 @@ def train(private, dataset=None, loss=loss_fn):
     for batch in private.batches(dataset or data()):
         private.step(batch, loss)
     return vector(private.model)
+
+
+def run(*arguments, code=0):
+    """A command as it would be typed, and what came of it."""
+    result = CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="dpscale")
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def refuse(*arguments):
+    """The one line on stderr of a command that is refused."""
+    result = run(*arguments, code=2)
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("dpscale: ")
+    return line

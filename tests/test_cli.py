@@ -5,29 +5,14 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from dpscale import cli
 from dpscale.lab import compare, options, paper, presets, records, runner
+
+from .helpers import refuse, run
 
 TINY = ["--epochs", "1", "--batch", "64", "--lr", "0.1"]
 MNIST = ["--delta", "1e-5", "--size", "60000", "--batch", "512"]
 ONE = ["--noise-multiplier", "1", "--steps", "1"]
-
-
-def run(*arguments, code=0):
-    result = CliRunner().invoke(cli.app, list(arguments), prog_name="dpscale")
-    assert result.exit_code == code, result.output
-    return result
-
-
-def refuse(*arguments):
-    """The one line on stderr of a command that is refused."""
-    result = run(*arguments, code=2)
-    assert result.stdout == "" and "Traceback" not in result.stderr
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("dpscale: ")
-    return line
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from typer.testing import CliRunner
 
-from dpscale import cli
 from dpscale.lab import compare, figures, markdown, models, options, paper, presets, records, report, runner, summary
 from dpscale.lab.data import Data, digits, load
 from dpscale.lab.datasets import DataError, catalogue, obtaining, packed, stored
@@ -22,23 +20,10 @@ from dpscale.lab.encoders import Encoder, weights
 from dpscale.lab.encoders.features import extract
 from dpscale.lab.presets import Choice
 
+from .helpers import refuse, run
+
 TINY = ["--epochs", "1", "--batch", "64", "--lr", "0.1", "--workers", "1"]
 ONE = [*TINY, "--methods", "dp-sgd", "--seeds", "1"]
-
-
-def run(*arguments, code=0):
-    result = CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="dpscale")
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
-
-
-def refuse(*arguments):
-    """The one line on stderr of a command that is refused."""
-    result = run(*arguments, code=2)
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("dpscale: ")
-    return line
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PLAIN = (str, bytes, int, float, complex, type(None))
-"""What is no tensor and may be in a batch, for whoever reads it."""
+from dpscale.engine.functions import PLAIN
 
 
 class Batches(Iterator[Any]):
@@ -59,11 +58,11 @@ def _longer(batch: Any, count: int, more: int) -> Any:
             longer[name] = _longer(value, count, more)
         return longer
     if isinstance(batch, (list, tuple)):
-        if not hasattr(batch, "_fields") and len(batch) == count and all(isinstance(v, _PLAIN) for v in batch):
+        if not hasattr(batch, "_fields") and len(batch) == count and all(isinstance(v, PLAIN) for v in batch):
             return type(batch)([*batch, *batch[:1] * more])
         parts = [_longer(value, count, more) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if isinstance(batch, _PLAIN):
+    if isinstance(batch, PLAIN):
         return batch
     raise ValueError(
         "collate_fn must return tensors, or tuples, lists and dictionaries of them: only these can be padded. Got "

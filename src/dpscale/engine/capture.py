@@ -115,7 +115,7 @@ class Meeting(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _BACKWARDS and kwargs.get("create_graph"):
+        if kwargs.get("create_graph") and func in _BACKWARDS:
             raise UnsupportedModel(SECOND)
         if not any(id(t) in self.keys for t in tensors_in(args, kwargs)):
             return self.pass_by(func, args, kwargs)

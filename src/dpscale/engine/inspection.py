@@ -147,25 +147,22 @@ class _Touched:
 
 def _changes_by_itself(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> bool:
     """Whether two runs on the same batch, with the same random numbers, give different results."""
-
-    def results() -> list[Tensor]:
-        with undisturbed(model), torch.no_grad(), Meeting():
-            return [t for t in tree_leaves(run(batch)) if isinstance(t, Tensor)]
-
-    return not all(torch.allclose(a, b, rtol=1e-3, equal_nan=True) for a, b in zip(results(), results(), strict=True))
+    pairs = zip(_results(model, run, batch), _results(model, run, batch), strict=True)
+    return not all(torch.allclose(a, b, rtol=1e-3, equal_nan=True) for a, b in pairs)
 
 
 def _check_whole(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> None:
     """What three samples do not show, a coupling that begins with larger batches: the whole batch, one tainted."""
-
-    def losses(data: Any) -> list[Tensor]:
-        with undisturbed(model), torch.no_grad(), Meeting():  # watched, though nothing is met: no path for evaluation
-            return [t for t in tree_leaves(run(data)) if isinstance(t, Tensor)]
-
     tainted = next(data for _, data in taints(batch, batch))
-    for a, b in zip(losses(batch), losses(tainted), strict=True):
+    for a, b in zip(_results(model, run, batch), _results(model, run, tainted), strict=True):
         if bool(differs(a[1:], b[1:]).any()):
             raise _Coupled
+
+
+def _results(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> list[Tensor]:
+    """What a plain run gives, from the same random numbers each time."""
+    with undisturbed(model), torch.no_grad(), Meeting():  # watched, though nothing is met: no path for evaluation
+        return [t for t in tree_leaves(run(batch)) if isinstance(t, Tensor)]
 
 
 def _site(seen: Seen, small: Seen, inputs: dict[int, Masks], outputs: list[Masks]) -> Site:

@@ -178,10 +178,11 @@ class _Batch:
 
     def run(self, jobs: Sequence[Job], pool: Executor | None) -> list[Record]:
         found, missing = [], []
+        here = checksums(jobs[0].config.data) if jobs else None  # all are of one experiment
         for job in jobs:
             path = _file(self.out, job)
             known = records.read(path) if path.exists() else self.packed.get(_key(job))
-            if known is None or not _holds(known, job):
+            if known is None or here not in (None, known.data.get("checksums")):  # none, or of other data
                 missing.append(job)
             else:
                 self.done += 1
@@ -286,11 +287,6 @@ def train(
 
 def _tried(search: Mapping[str, Any]) -> set[str]:
     return {json.dumps(each["choice"], sort_keys=True) for each in search["tries"]}
-
-
-def _holds(record: Record, job: Job) -> bool:
-    """Whether a record is of the data that lie here under that name; without any, it is taken as it is."""
-    return checksums(job.config.data) in (None, record.data.get("checksums"))
 
 
 def _or_inf(loss: float | None) -> float:

@@ -292,6 +292,9 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 """Share of the learning rate that is left when so much of a run is over; a try of a search is a run of its own."""
 
+OUTER = ("heavy-ball", "inner-outer")
+"""Momenta that keep a velocity, 1 - gamma1 of it at every step."""
+
 _MOMENTA: dict[str, Callable[[Mapping[str, Any]], Momentum]] = {
     "heavy-ball": lambda c: HeavyBall(gamma1=c["gamma1"]),
     "inner-outer": lambda c: InnerOuter(K0=c["K0"], gamma0=c["gamma0"], gamma1=c["gamma1"]),
@@ -343,8 +346,7 @@ class Method:
 
 def _reach(method: Method, config: Config, choice: Choice) -> float:
     """bound/γ1: how far a step of learning rate 1 goes in the end, if all samples agree."""
-    kind = method.momentum or config.momentum
-    gamma1 = config.constants(choice)["gamma1"] if kind in ("heavy-ball", "inner-outer") else 1.0
+    gamma1 = config.constants(choice)["gamma1"] if (method.momentum or config.momentum) in OUTER else 1.0
     return float(bound(method, config) / gamma1)
 
 

@@ -23,7 +23,7 @@ from dpscale.lab.data import Data, hold_out
 from dpscale.lab.data import load as load_data
 from dpscale.lab.encoders import features
 from dpscale.lab.models import MODELS
-from dpscale.lab.presets import METHODS, SCHEDULES, Choice, Config, Method
+from dpscale.lab.presets import METHODS, OUTER, SCHEDULES, Choice, Config, Method
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
 from dpscale.noise import Key
@@ -393,8 +393,7 @@ def _mean_gradient(
 def _train_plain(model: nn.Module, job: Job, data: Data, steps: int) -> Iterator[_Step]:
     """Plain PyTorch on the batches that a private run of the same seed draws, divided by the same constant."""
     gamma1 = job.config.constants(job.choice)["gamma1"]
-    outer = job.config.momentum in ("heavy-ball", "inner-outer")  # the others are for private gradients
-    heavy = 1 - gamma1 if outer else 0.0  # torch's momentum is the same heavy ball
+    heavy = 1 - gamma1 if job.config.momentum in OUTER else 0.0  # torch's momentum is the same heavy ball
     optimizer, sampling = _optimizer(model, job, heavy), _sampling(job.config, data.size)
     losses, schedule = _losses_of(job.config), _schedule(optimizer, job.config, steps)
     draws = sampling.draws(Key(job.seed).generator("sampling"))

@@ -155,21 +155,25 @@ def summarize(records: Sequence[Record]) -> list[Row]:
     return rows
 
 
+def _own_search(record: Record) -> Mapping[str, Any] | None:
+    return record.search if record.search and record.search["searched_for"] == record.method else None
+
+
 def _end(record: Record) -> str | None:
-    if not record.search or record.search["searched_for"] != record.method:
+    if (search := _own_search(record)) is None:
         return None
-    tried = sorted({each["choice"]["rate"] for each in record.search["tries"]})
+    tried = sorted({each["choice"]["rate"] for each in search["tries"]})
     ends = {tried[0]: "smallest", tried[-1]: "largest"} if len(tried) > 1 else {}
     return ends.get(record.choice["rate"])
 
 
 def _searched(record: Record) -> str | None:
-    if not record.search or record.search["searched_for"] != record.method:
+    if (search := _own_search(record)) is None:
         return None
-    search, tries = record.search, record.search["tries"]
+    tries, epochs = search["tries"], search.get("epochs") or record.config["epochs"]
     rates, momenta = (sorted({each["choice"].get(name) or 1.0 for each in tries}) for name in ("rate", "gamma1"))
     return (
-        f"{len(tries)} {'try' if len(tries) == 1 else 'tries'} of {search.get('epochs') or 'all'} epochs, measured on "
+        f"{len(tries)} {'try' if len(tries) == 1 else 'tries'} of {plural(epochs, 'epoch')}, measured on "
         f"{search.get('held_out', 0):.3g} of the training data, at rates {_numbers(rates)}, γ1 {_numbers(momenta)}"
     )
 
