@@ -1,5 +1,7 @@
 """Changes of the compiler's graph: the same results, and less to move."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -103,3 +105,41 @@ def test_rows_elsewhere_are_left_alone(case):
 
     inputs = torch.randn(5, 3), torch.tensor([1, 4, 2]), torch.randn(3, 3)
     assert aten.add.Tensor in changed(function, *inputs, change=inductor._add_in_place)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_mish_by_one_exponential_is_mish(dtype):
+    far = torch.tensor([-1e4, -100.0, -50.0, 39.0, 41.0, 88.0, 100.0, 1e30, math.inf, math.nan])
+    x = torch.cat([torch.linspace(-30, 30, 4001), far]).to(dtype)
+    upstream = torch.linspace(-2, 2, len(x)).to(dtype)
+    exact = x.double().requires_grad_()
+    value = F.mish(exact)
+    slope = torch.autograd.grad(value, exact, torch.ones_like(exact))[0]
+    close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).tiny, "equal_nan": True}
+    torch.testing.assert_close(inductor._mish(x), value.detach().to(dtype), **close)
+    # Where the slope goes through zero it is a difference of numbers below one.
+    close = {**close, "rtol": 16 * torch.finfo(dtype).eps, "atol": 16 * torch.finfo(dtype).eps}
+    found = inductor._mish_backward(upstream, x)
+    finite = slope.isfinite()  # torch has no slope at infinity
+    torch.testing.assert_close(found[finite], (upstream.double() * slope).to(dtype)[finite], **close)
+    assert found[-1].isnan()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_compiler_takes_mish_by_one_exponential():
+    def slope(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(F.mish(x).sum(), x)
+
+    x, seen = torch.randn(8), []
+
+    def whole(graph: torch.fx.Graph) -> None:
+        seen.extend(node.target for node in graph.nodes)
+
+    graph = make_fx(slope)(x)
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(force_disable_caches=True):
+        patch.setattr(inductor, "_pad_once", whole)
+        compiled = inductor.inductor(graph, [x])
+    torch.testing.assert_close(compiled(x)[0], slope(x)[0])
+    assert seen.count(aten.exp.default) == 1
+    assert not {aten.tanh.default, aten.log1p.default, aten.sigmoid.default} & set(seen)
