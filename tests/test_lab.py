@@ -96,7 +96,8 @@ def test_hold_out_refuses_a_fraction_outside_0_1(fraction):
         hold_out(digits(), fraction)
 
 
-SHAPES = {"digits_cnn": (1, 8, 8), "resnet9": (3, 32, 32), "resnet9_mish": (3, 16, 16), "probe": (2048,)}
+SHAPES = {"digits_cnn": (1, 8, 8), "resnet9": (3, 32, 32), "resnet9_mish": (3, 16, 16), "resnet9_scaled": (3, 16, 16),
+          "probe": (2048,)}  # fmt: skip
 SIZES = {"digits_cnn": 5746, "paper_cnn": 30_650, "lineage_cnn": 26_010, "resnet9": 2_447_946, "probe": 20_490,
          "normed_cnn": 75_626}  # fmt: skip
 
@@ -137,6 +138,16 @@ def test_the_lineages_models_are_as_published():
     )
     assert (layers("resnet9", nn.Conv2d), layers("resnet9", nn.Linear), layers("resnet9", nn.GroupNorm)) == (8, 1, 8)
     assert (layers("resnet9", nn.ReLU), layers("resnet9_mish", nn.Mish), layers("resnet9_mish", nn.ReLU)) == (8, 8, 0)
+    assert (layers("resnet9_scaled", nn.Mish), layers("resnet9_scaled", nn.GroupNorm)) == (8, 10)
+
+
+def test_scaled_residual_sums_are_normalized():
+    block = next(m for m in models.resnet9_scaled().modules() if isinstance(m, models.Residual))
+    x = 9 * torch.randn(2, 128, 6, 6) + 4
+    groups = block(x).reshape(2, 32, -1)
+    torch.testing.assert_close(groups.mean(-1), torch.zeros(2, 32), atol=1e-4, rtol=0)
+    torch.testing.assert_close(groups.std(-1, correction=0), torch.ones(2, 32), atol=1e-3, rtol=0)
+    torch.testing.assert_close(block(x), block.norm(x + block.body(x)))
 
 
 # -- presets ---------------------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def test_a_value_of_the_wrong_kind_is_one_line(arguments, text, tmp_path, idle):
     ("arguments", "text"),
     [
         (("digits", "--model", "paper_cnn"), "takes the samples of digits, of shape (1, 8, 8). Got 'paper_cnn'"),
-        (("digits", "--model", "probe"), "Choose one of digits_cnn, resnet9, resnet9_mish."),
+        (("digits", "--model", "probe"), "Choose one of digits_cnn, resnet9, resnet9_mish, resnet9_scaled."),
         (("mnist", "--model", "digits_cnn"), "one that takes the samples of mnist, of shape (1, 28, 28)"),
         (("cifar10-simclr", "--model", "resnet9"), "features of resnet50-imagenet, of shape (2048,). Got 'resnet9'"),
     ],

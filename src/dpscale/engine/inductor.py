@@ -33,12 +33,13 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[...,
     if images:
         # Images are large: to compute a norm and its activation again costs less than to write and read them.
         patches |= {"realize_reads_threshold": 8, "realize_acc_reads_threshold": 16, "realize_opcount_threshold": 200}
-    compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=select_decomp_table() | CHEAPER)
+    table: dict[Any, Callable[..., Any]] = select_decomp_table() | CHEAPER
+    compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=table)
     return compiled  # type: ignore[no-any-return]
 
 
 def _mish(x: Tensor) -> Tensor:
-    """x·tanh(log(1 + eˣ)), and tanh ∘ log of a number is a quotient: one exponential, where the compiler takes three."""
+    """x·tanh(log(1 + eˣ)). The tanh of a logarithm is a quotient: one exponential, where the compiler takes three."""
     wide = _wide(x)
     _, n = _exponential(wide)
     return (wide * (n / (n + 2))).to(x.dtype)
@@ -64,8 +65,8 @@ def _wide(x: Tensor) -> Tensor:
 _FLAT = 40.0
 """From here on Mish is x to the last bit, also of float64, and the square of its exponential is still a float32."""
 
-CHEAPER = {aten.mish.default: _mish, aten.mish_backward.default: _mish_backward}
-"""Operations in fewer steps than the compiler takes for them. An image's activation is computed anew for each reader."""
+CHEAPER: dict[Any, Callable[..., Any]] = {aten.mish.default: _mish, aten.mish_backward.default: _mish_backward}
+"""Operations in fewer steps than the compiler takes for them: an image's activation is computed anew by each reader."""
 
 
 def _passes(images: bool) -> Any:

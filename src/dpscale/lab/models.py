@@ -76,35 +76,45 @@ def lineage_cnn(shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> nn.S
 
 
 class Residual(nn.Module):
-    """x + body(x)."""
+    """x + body(x), normalized once more where ``norm`` is given."""
 
-    def __init__(self, *body: nn.Module) -> None:
+    def __init__(self, *body: nn.Module, norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.body = nn.Sequential(*body)
+        self.body, self.norm = nn.Sequential(*body), norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the body to its input."""
         out: Tensor = x + self.body(x)
-        return out
+        return out if self.norm is None else self.norm(out)
 
 
 def resnet9(
-    shape: tuple[int, ...] = (3, 64, 64), classes: int = 10, activation: Callable[[], nn.Module] = nn.ReLU
-) -> nn.Sequential:
-    """ResNet9 with GroupNorm, for images of any size from 16 up: eight convolutions and one linear layer."""
+    shape: tuple[int, ...] = (3, 64, 64), classes: int = 10, activation: Callable[[], nn.Module] = nn.ReLU, *,
+    scale_norm: bool = False,
+) -> nn.Sequential:  # fmt: skip
+    """ResNet9 with GroupNorm, for images of any size from 16 up: eight convolutions and one linear layer.
+
+    Args:
+        scale_norm: normalize the sum of a residual block too, whose two summands differ in scale (Klause et al., 2022).
+    """
+
+    def normed(channels: int) -> nn.GroupNorm:
+        return nn.GroupNorm(min(32, channels // 4), channels)
 
     def conv(inputs: int, outputs: int, *, pool: bool = False) -> nn.Sequential:
-        norm = nn.GroupNorm(min(32, outputs // 4), outputs)
-        layers = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), norm, activation()
+        layers = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), normed(outputs), activation()
         return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
+
+    def residual(width: int) -> Residual:
+        return Residual(conv(width, width), conv(width, width), norm=normed(width) if scale_norm else None)
 
     return nn.Sequential(
         conv(shape[0], 64),
         conv(64, 128, pool=True),
-        Residual(conv(128, 128), conv(128, 128)),
+        residual(128),
         conv(128, 256, pool=True),
         conv(256, 256, pool=True),
-        Residual(conv(256, 256), conv(256, 256)),
+        residual(256),
         nn.AdaptiveMaxPool2d(2),
         nn.Flatten(),
         nn.Linear(1024, classes),
@@ -114,6 +124,11 @@ def resnet9(
 def resnet9_mish(shape: tuple[int, ...] = (3, 64, 64), classes: int = 10) -> nn.Sequential:
     """`resnet9` with Mish, as in the lineage's experiments."""
     return resnet9(shape, classes, nn.Mish)
+
+
+def resnet9_scaled(shape: tuple[int, ...] = (3, 64, 64), classes: int = 10) -> nn.Sequential:
+    """`resnet9_mish` with its residual sums normalized."""
+    return resnet9(shape, classes, nn.Mish, scale_norm=True)
 
 
 def probe(shape: tuple[int, ...] = (2048,), classes: int = 10) -> nn.Linear:
@@ -131,6 +146,7 @@ MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "lineage_cnn": lineage_cnn,
     "resnet9": resnet9,
     "resnet9_mish": resnet9_mish,
+    "resnet9_scaled": resnet9_scaled,
     "probe": probe,
 }
 """Every model by name: from the shape of one sample and the number of classes."""

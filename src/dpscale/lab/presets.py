@@ -502,7 +502,7 @@ def celeba_male() -> Config:
     return Config(
         preset="celeba-male",
         data="celeba-male",
-        model="resnet9",
+        model="resnet9_mish",
         normalize=(0.5, 0.5),
         epsilon=8.0,
         delta=5e-6,
@@ -514,7 +514,7 @@ def celeba_male() -> Config:
         **_LARGE,
         search_epochs=3,
         micro_batch=64,
-        rates=_rates(1e-3),
+        rates=_rates(2e-3),
     )
 
 
@@ -523,7 +523,7 @@ def imagenette() -> Config:
     return Config(
         preset="imagenette",
         data="imagenette",
-        model="resnet9",
+        model="resnet9_mish",
         normalize=(0.5, 0.5),
         epsilon=8.0,
         delta=1e-4,
@@ -535,7 +535,7 @@ def imagenette() -> Config:
         **_LARGE,
         search_epochs=10,
         micro_batch=32,
-        rates=_rates(1e-3),
+        rates=_rates(2e-3),
     )
 
 
@@ -548,9 +548,10 @@ _SEARCH: dict[str, Any] = {
 }
 _LARGE: dict[str, Any] = {
     "optimizer": "nadam",
+    "schedule": "cosine",
     "precision": "bf16",
     "tune": True,
-    "grid": (5e-4, 1e-3, 2e-3),
+    "grid": (1e-3, 2e-3, 4e-3),
     "gamma1": 1.0,  # NAdam has a momentum of its own
     "K0": 1,
     "inner": ((1, 0.5), (1, 0.9)),
