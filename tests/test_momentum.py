@@ -216,7 +216,8 @@ def test_algorithm_2_is_its_literal_loop(tmp_path, caplog, where, micro_batch):
     assert_same(weights, ema_literally("raw", 0.7, plan, steps))
     said = [r.getMessage() for r in caplog.records]
     assert any("PerSampleEMA keeps" in text and "20 parameters" in text for text in said) == (where != "weights")
-    assert (tmp_path / "per-sample-averages").exists() == (where == "file")
+    assert any(str(tmp_path) in text for text in said) == (where == "file")
+    assert not list(tmp_path.iterdir())  # the file has no name: it goes with the run, and no other run finds it
 
 
 def test_a_window_of_weights_is_exact_to_its_tolerance():
@@ -477,7 +478,7 @@ def test_parameters_frozen_midway_are_refused_before_anything_is_charged(momentu
     for k, batch in enumerate(private.batches(data)):
         if k == 2:
             model.layer.requires_grad_(False)
-            with pytest.raises(RuntimeError, match=r"'layer\.bias' was frozen, unfrozen, moved or converted"):
+            with pytest.raises(RuntimeError, match=r"'layer\.bias' was frozen, unfrozen, moved, converted or replaced"):
                 private.step(batch, losses)
             assert private.steps_taken == 2
             break

@@ -1,12 +1,13 @@
 """From the samples of a draw to a batch of fixed shape, whose padding comes last."""
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dpscale.engine.functions import PLAIN
 
@@ -37,9 +38,10 @@ class Padded:
     collate: Callable[[list[Any]], Any]
     rows: int
 
-    def __call__(self, samples: list[Any]) -> Any:
-        """A batch of a whole number of micro-batches."""
-        return _longer(self.collate(samples), len(samples), -len(samples) % self.rows)
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        """(How many samples came, a batch of a whole number of micro-batches.)"""
+        count = len(samples)  # before `collate`, which may change the list
+        return count, _longer(self.collate(samples), count, -count % self.rows)
 
 
 def _longer(batch: Any, count: int, more: int) -> Any:
@@ -58,16 +60,65 @@ def _longer(batch: Any, count: int, more: int) -> Any:
             longer[name] = _longer(value, count, more)
         return longer
     if isinstance(batch, (list, tuple)):
-        if not hasattr(batch, "_fields") and len(batch) == count and all(isinstance(v, PLAIN) for v in batch):
+        if _plain_rows(batch, count):
             return type(batch)([*batch, *batch[:1] * more])
-        parts = [_longer(value, count, more) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return _like(batch, [_longer(value, count, more) for value in batch])
     if isinstance(batch, PLAIN):
         return batch
     raise ValueError(
         "collate_fn must return tensors, or tuples, lists and dictionaries of them: only these can be padded. Got "
         f"{type(batch).__name__} instead. Make that of the batch in the loop."
     )
+
+
+def part_of(batch: Any, part: slice, count: int) -> Any:
+    """The rows ``part`` of whatever in a batch has ``count`` of them, lists of plain values included."""
+    if isinstance(batch, Tensor):
+        return batch[part]
+    if isinstance(batch, MutableMapping):
+        fewer = copy.copy(batch)
+        for name, value in batch.items():
+            fewer[name] = part_of(value, part, count)
+        return fewer
+    if _plain_rows(batch, count):
+        return batch[part]
+    if isinstance(batch, (list, tuple)):
+        return _like(batch, [part_of(value, part, count) for value in batch])
+    return batch
+
+
+def _plain_rows(batch: Any, count: int) -> bool:
+    """Whether it is a list of a plain value for each sample: names, say."""
+    listed = isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields")
+    return listed and len(batch) == count and all(isinstance(value, PLAIN) for value in batch)
+
+
+def _like(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+class Given:
+    """Knows the tensors of batches that were handed out, as long as somebody has them, by the number of their draw."""
+
+    def __init__(self) -> None:
+        self._draws: MutableMapping[Any, int] = WeakIdKeyDictionary()
+
+    def add(self, batch: Any, draw: int) -> None:
+        """They are of this draw."""
+        for tensor in _tensors(batch):
+            self._draws[tensor] = draw
+
+    def draws(self, batch: Any) -> set[int]:
+        """Those that tensors of this batch are known to be of."""
+        return {self._draws[tensor] for tensor in _tensors(batch) if tensor in self._draws}
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(value)
 
 
 def chosen_rows(tensors: Sequence[Tensor], draws: Iterator[Tensor]) -> Iterator[tuple[Tensor, ...]]:

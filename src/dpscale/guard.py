@@ -27,8 +27,10 @@ class Guard:
         self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._plain: set[int] = set()  # parameters to whose gradients a plain backward() has added, by id
         self._released = False  # since the last step
+        self._watched: set[int] = set()
         self._hooks: list[RemovableHandle] = []
-        optimizer.register_step_pre_hook(self._before)
+        self._order: Any = optimizer._optimizer_step_pre_hooks
+        self._last = optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
     @staticmethod
@@ -50,12 +52,15 @@ class Guard:
 
         for hook in self._hooks:
             hook.remove()
+        parameters = list(parameters)
         self._hooks = [p.register_post_accumulate_grad_hook(added) for p in parameters]
+        self._watched = set(map(id, parameters))
 
     def released(self, parameters: Iterable[Tensor]) -> None:
         """These have a private gradient now, in place of any other."""
         self._plain.difference_update(map(id, parameters))
         self._released = True
+        self._order.move_to_end(self._last.id)  # whatever hooks were registered since come before the look at gradients
 
     @property
     def unapplied(self) -> bool:
@@ -79,7 +84,14 @@ class Guard:
                 "optimizer.step() was given a closure, which may change the gradients after they were looked at. Call "
                 "private.backward(losses), and then optimizer.step() without one."
             )
-        self.check(p for group in optimizer.param_groups for p in group["params"])
+        steered = [p for group in optimizer.param_groups for p in group["params"]]
+        self.check(steered)
+        if any(p.grad is not None and p.requires_grad and id(p) not in self._watched for p in steered):
+            raise RuntimeError(
+                "The optimizer has come to hold a parameter that the model does not, with a gradient that is neither "
+                "bounded nor noisy. No step was made. Put it into the model before privatize(), or give it an "
+                "optimizer of its own."
+            )
         if not self._released and any(run.waiting for run in self._runs):
             raise RuntimeError(
                 "optimizer.step() was called while a drawn batch waits: nothing private was computed from it. Call "

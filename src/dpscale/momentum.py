@@ -16,6 +16,7 @@ inner average: scaled gradients that are averaged over steps would each be a rel
 
 import logging
 import math
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -80,6 +81,11 @@ class Momentum(ABC):
     def alone(self) -> bool:
         """Whether a sample's gradient at the present weights is all that is asked of it."""
         return self.evaluations == 1
+
+    @property
+    def per_sample(self) -> bool:
+        """Whether every sample has a memory of its own, by its place in the dataset."""
+        return False
 
     @abstractmethod
     def start(self, parameters: Weights) -> Course:
@@ -225,7 +231,7 @@ class PerSampleEMA(Momentum):
         keep: "gradients": exactly, as many numbers as parameters for every sample; "weights": the same average over a
             window of released weights, with as many gradients per step as it is long.
         tolerance: for "weights": coefficients that sum to no more than this are left out.
-        directory: for "gradients": keep them in a file there instead of in memory.
+        directory: for "gradients": keep them in a nameless file there instead of in memory, gone with the run.
     """
 
     gamma: float
@@ -253,6 +259,11 @@ class PerSampleEMA(Momentum):
     def alone(self) -> bool:
         """Only if nothing is remembered."""
         return False
+
+    @property
+    def per_sample(self) -> bool:
+        """Unless weights are kept in its stead."""
+        return self.keep == "gradients"
 
     def check(self, sampling: Sampling) -> None:
         """Only the full batch."""
@@ -387,10 +398,11 @@ class _Averages(Course):
             log.warning("dpscale: PerSampleEMA keeps an average for every sample in memory: %s", size)
             self._memory = torch.zeros(samples, self._numbers, dtype=dtype, device=first.device)
             return
-        path = Path(self._directory) / "per-sample-averages"
-        log.warning("dpscale: PerSampleEMA keeps an average for every sample in %s: %s", path, size)
+        log.warning("dpscale: PerSampleEMA keeps an average for every sample in %s: %s", self._directory, size)
         kind = np.float64 if dtype == torch.float64 else np.float32
-        self._memory = torch.from_numpy(np.memmap(path, kind, "w+", shape=(samples, self._numbers)))
+        # They are exact: no other run may share the file, nobody else may read it, and it must not outlive this one.
+        with tempfile.TemporaryFile(dir=self._directory) as file:
+            self._memory = torch.from_numpy(np.memmap(file, kind, "w+", shape=(samples, self._numbers)))
 
     def remember(self, grads: Mapping[str, Tensor], rows: slice, keep_B: Tensor) -> dict[str, Tensor]:
         """m = γ·g + (1-γ)·m; the memory itself changes only with `release`. A gradient that is not finite is passed on

@@ -32,9 +32,15 @@ class Key:
         ok = seed is None or (isinstance(seed, int) and not isinstance(seed, bool))
         require(ok, "Key", "seed", "an integer, or None for the operating system's randomness", seed)
         self._bytes = os.urandom(32) if seed is None else hashlib.blake2b(str(seed).encode(), digest_size=32).digest()
+        self._process = os.getpid()
 
     def derive(self, label: str) -> int:
         """256 bits that only this key and this label give."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "This process was forked from the one in which the private run was made, and would add the same noise "
+                "to other gradients. Call privatize() in the process that trains."
+            )
         return int.from_bytes(hashlib.blake2b(label.encode(), key=self._bytes, digest_size=32).digest())
 
     def generator(self, label: str) -> np.random.Generator:

@@ -11,10 +11,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from dpscale.batches import Batches, Padded, chosen_rows
+from dpscale.batches import Batches, Given, Padded, chosen_rows, part_of
 from dpscale.checks import require, require_count
 from dpscale.engine import (
     LossFn,
@@ -61,17 +60,12 @@ class StepReport:
 
 
 class Private:
-    """A model and its optimizer under a privacy plan; made by `privatize`.
-
-    Attributes:
-        model, optimizer: yours, unchanged; schedulers and hooks on them work as ever. A plain ``backward()`` is allowed
-            (an evaluation), but the optimizer refuses to apply what it added.
-    """
+    """A model and its optimizer under a privacy plan; made by `privatize`."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, plan: Plan, seed: int | None, micro_batch: int, compile: bool
     ) -> None:
-        self.model, self.optimizer, self._plan = model, optimizer, plan
+        self._model, self._optimizer, self._plan = model, optimizer, plan
         self._steps_taken = 0
         self._draws = 0  # batches handed out
         self._used = 0  # of these, all up to the last that was released; what came after it is drawn again
@@ -80,13 +74,28 @@ class Private:
         self._noise = Noise(self._key)
         self._micro_batch = micro_batch
         self._drawn: Tensor | None = None  # mask of the batch that was drawn and not yet used
+        self._given = Given()
+        self._tried = True  # whether the last batch drawn was put to use
+        self._passed_over = False  # whether an earlier one of this loop was not, and may still come
+        self._dataset: Any = None  # whose samples have a place that must stay
         self._watched: Structure | None = None
         self._guard = Guard.of(optimizer, self)
         self._recorder = Recorder(model)
         self._fast = Fast(model) if compile else None
         self._course: Course | None = None
-        self._remembered: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        self._remembered: dict[str, tuple[torch.Size, torch.dtype, torch.device, int]] = {}
         self._parameters()
+
+    @property
+    def model(self) -> nn.Module:
+        """Yours, unchanged; hooks on it work as ever."""
+        return self._model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Yours, unchanged; schedulers and hooks on it work as ever. A plain ``backward()`` is allowed (an evaluation),
+        but the optimizer refuses to apply what it added."""
+        return self._optimizer
 
     @property
     def plan(self) -> Plan:
@@ -124,7 +133,7 @@ class Private:
 
         Each is drawn by the plan's sampler and padded to a fixed shape. The padding comes last and is masked out of
         every sum by its place, so leave the rows in their order. Use each batch with `step` or `backward` before taking
-        the next. An empty draw is a batch like any other: a step of noise.
+        the next: to load ahead, give ``num_workers``. An empty draw is a batch like any other: a step of noise.
 
         Args:
             dataset: a `TensorDataset` (indexed on the device where its tensors are), or any map-style dataset.
@@ -144,16 +153,34 @@ class Private:
         taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & set(loader)
         require(not taken, "batches", "loader", "without options that change the sampling", sorted(taken),
                 "Choose the sampler in the plan.")  # fmt: skip
+        self._require_places(dataset, loader)
         left = self.steps - self._charged
         if not left:
             log.warning("dpscale: all %d planned steps are taken, so there are no more batches.", self.steps)
         return Batches(self._batches(dataset, loader), left)
+
+    def _require_places(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> None:
+        """Where something is remembered of each sample by its place, the places must stay."""
+        sampling, momentum = self.plan.sampling, self.plan.momentum
+        per_sample = momentum is not None and momentum.per_sample
+        begun = self.steps_taken > 0 if per_sample else self._used % sampling.steps(1) != 0
+        if per_sample:
+            require(loader.get("collate_fn") is None, "batches", "collate_fn", "left out", "one of yours",
+                    f"{type(momentum).__name__} knows samples by their place, which it could change.")  # fmt: skip
+        elif sampling.independent:
+            return
+        require(
+            not begun or dataset is self._dataset, "batches", "dataset", "the very dataset that this run began with",
+            "another one", "Samples are known by their place in it: another order would be another sample's part."
+        )  # fmt: skip
+        self._dataset = dataset
 
     def _batches(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> Iterator[Any]:
         masks: deque[Tensor] = deque()
         self._loops += 1
         this = self._loops
         self._draws = self._used
+        self._tried, self._passed_over = True, False
 
         def draws() -> Iterator[Draw]:
             drawn = self.plan.sampling.draws(self._key.generator("sampling"), start=self._draws)
@@ -162,20 +189,30 @@ class Private:
                 masks.append(torch.from_numpy(draw.mask))
                 yield draw
 
-        fetched: Iterable[Any]
+        fetched: Iterable[tuple[int | None, Any]]
         if type(dataset) is TensorDataset and not loader:
-            fetched = chosen_rows(dataset.tensors, (torch.from_numpy(draw.indices) for draw in draws()))
+            rows = chosen_rows(dataset.tensors, (torch.from_numpy(draw.indices) for draw in draws()))
+            fetched = ((None, batch) for batch in rows)
         else:
             # Of an empty draw one sample shows the shape; like all padding it is masked.
             chosen = (draw.indices[: max(1, int(draw.mask.sum()))].tolist() for draw in draws())
             collate = Padded(loader.get("collate_fn") or default_collate, self._micro_batch)
             fetched = DataLoader(dataset, batch_sampler=chosen, **{**loader, "collate_fn": collate})
         try:
-            for batch in fetched:
+            for count, batch in fetched:
                 if this != self._loops:
                     raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
+                drawn = masks.popleft()
+                if count not in (None, wanted := max(1, int(drawn.sum()))):
+                    raise ValueError(
+                        f"The dataset gave {count} samples where {wanted} were drawn. Which of them are missing cannot "
+                        "be told, and padding would be counted in their place. Give a sample for each index: one that "
+                        "cannot be read may be a constant, such as zeros."
+                    )
+                self._passed_over |= not (self._tried or self._recorder.begun)
                 self._draws += 1
-                self._drawn = masks.popleft()
+                self._drawn, self._tried = drawn, False
+                self._given.add(batch, self._draws)
                 self._recorder.start(len(self._drawn))
                 yield batch
         finally:
@@ -227,13 +264,13 @@ class Private:
         momentum = self.plan.momentum
         if self._course is not None and momentum is None:
             return self._course
-        found = {n: (p.shape, p.dtype, p.device) for n, p in parameters.items()}
+        found = {n: (p.shape, p.dtype, p.device, id(p)) for n, p in parameters.items()}
         if self._course is not None and found != self._remembered:
             other = sorted(set(found.items()) ^ set(self._remembered.items()), key=str)[0][0]
             raise RuntimeError(
                 f"{type(momentum).__name__} remembers every trainable parameter since the first step, and {other!r} "
-                "was frozen, unfrozen, moved or converted since. Nothing was released. Do that before training, or "
-                "plan the next part of it apart."
+                "was frozen, unfrozen, moved, converted or replaced since. Nothing was released. Do that before "
+                "training, or plan the next part of it apart."
             )
         if self._course is None:
             self._remembered = found
@@ -283,6 +320,14 @@ class Private:
                 "No drawn batch is waiting: step() and backward() take each batch that private.batches(dataset) "
                 "yields, once. A batch of your own making would not be sampled as the accountant assumes."
             )
+        known = self._given.draws(batch)
+        if known - {self._draws} or (self._passed_over and not known):
+            raise RuntimeError(
+                "This is not, or not surely, the batch that was drawn last: another was taken before it was used. "
+                "Samples are told from padding by the draw that a batch came from. Use each batch before you take the "
+                "next; to load ahead, call batches(dataset, num_workers=2)."
+            )
+        self._passed_over &= not known
         samples, device = batch_size(batch)
         require(
             samples == len(self._drawn), "step", "batch", f"of {len(self._drawn)} rows, as drawn (padding included)",
@@ -291,6 +336,7 @@ class Private:
         parameters = self._parameters()
         steered = (p for group in self.optimizer.param_groups for p in group["params"])
         self._guard.check(p for p in steered if not any(p is q for q in parameters.values()))  # others are overwritten
+        self._tried = True
         return self._drawn.to(device, non_blocking=True), parameters
 
     def _release(self, parameters: Mapping[str, Tensor], sums: dict[str, Tensor], report: StepReport) -> None:
@@ -418,7 +464,7 @@ def _split(batch: Any, mask: Tensor, rows: int) -> Iterator[tuple[slice, Any, Te
     """Micro-batches of one shape; a draw is always padded to a whole number of them."""
     for k in range(0, len(mask), rows):
         part = slice(k, k + rows)
-        yield part, tree_map(lambda t, part=part: t[part] if isinstance(t, Tensor) else t, batch), mask[part]
+        yield part, part_of(batch, part, len(mask)), mask[part]
 
 
 def _report(parts: list[Any], mask: Tensor) -> StepReport:

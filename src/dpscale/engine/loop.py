@@ -35,6 +35,7 @@ class Recorder:
         self._captures: list[Capture] = []
         self._outputs: list[GradientEdge] = []
         self._running: Capture | None = None
+        self._begun = False
         self._twice = False  # whether gradients of gradients were taken through a captured forward
         self._checked = 0  # samples whose losses were seen to depend on no other sample
         self._hooks: list[RemovableHandle] = []  # on the model only while a batch waits, so that none is saved with it
@@ -48,12 +49,18 @@ class Recorder:
             self._model.register_forward_hook(_Hook(self._after), always_call=True),
         ]
 
+    @property
+    def begun(self) -> bool:
+        """Whether a forward was begun since the last draw."""
+        return self._begun
+
     def stop(self) -> None:
         """No batch is waiting."""
         if self._running is not None:  # an interrupt came in the midst of a forward
             self._running.__exit__(None, None, None)
             self._running = None
-        self._samples, self._captures, self._outputs, self._twice = None, [], [], False
+        self._samples, self._captures, self._outputs = None, [], []
+        self._begun = self._twice = False
         for hook in self._hooks:
             hook.remove()
 
@@ -116,6 +123,7 @@ class Recorder:
         rows = [k for k, t in enumerate(flat) if isinstance(t, Tensor) and t.ndim and len(t) == samples]
         if not rows:
             return
+        self._begun = True
 
         def run(batch: list[Tensor]) -> list[Tensor]:
             put = dict(zip(rows, batch, strict=True))
