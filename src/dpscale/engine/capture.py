@@ -180,11 +180,11 @@ class Capture(Meeting):
         keys = {k: self.keys[id(t)] for k, t in enumerate(flat) if isinstance(t, Tensor) and id(t) in self.keys}
         if site.kind == "expanded":
             args, kwargs = tree_unflatten(standing, spec)
-            whole = func(*args, **kwargs)
+            whole = out_of_place(func)(*args, **kwargs)
             key = self._derive(whole, met=False)
             out = self._sourced(lambda: whole.detach())
             self._tape(site, (whole,), {}, {0: key}, out)
-            return out
+            return args[0].copy_(out) if in_place(func) else out
         standing = [t.detach() if k in keys else t for k, t in enumerate(standing)]
         args, kwargs = tree_unflatten(standing, spec)
         into = args[0] if in_place(func) else None

@@ -161,8 +161,8 @@ def _check_whole(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> Non
 
 def _results(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> list[Tensor]:
     """What a plain run gives, from the same random numbers each time."""
-    with undisturbed(model), torch.no_grad(), Meeting():  # watched, though nothing is met: no path for evaluation
-        return [t for t in tree_leaves(run(batch)) if isinstance(t, Tensor)]
+    with undisturbed(model), Meeting():  # watched, though nothing is met: no path for evaluation
+        return [t.detach() for t in tree_leaves(run(batch)) if isinstance(t, Tensor)]
 
 
 def _site(seen: Seen, small: Seen, inputs: dict[int, Masks], outputs: list[Masks]) -> Site:
@@ -175,7 +175,7 @@ def _site(seen: Seen, small: Seen, inputs: dict[int, Masks], outputs: list[Masks
     if not seen.on_data:
         return Site(seen.function, "expanded", layouts=layouts)
     rule = RULE_OF.get(seen.function)
-    if rule is not None:
+    if rule is not None and not seen.complex:  # rules are written for real numbers
         args, kwargs = tree_unflatten(seen.inputs, seen.spec)
         arguments = rule.bind(args, kwargs)
         parameters = [seen.inputs[k] for k in seen.met]
@@ -222,7 +222,8 @@ def _layout(seen: Seen, t: Tensor, small: Tensor, masks: Masks) -> Layout:
     agree = fit(candidates(t.shape, small.shape, SAMPLES, FEWER), masks)
     if not agree:
         raise _Coupled
-    if len(agree) > 1 and any(bool(m.any()) for m in masks):
+    # Of data, some evidence always shows. A repeated parameter has none where no probed loss depends on it.
+    if len(agree) > 1 and (not seen.on_data or any(bool(m.any()) for m in masks)):
         raise UnsupportedModel(
             f"It cannot be told which rows of {seen.name}, of shape {tuple(t.shape)} on {SAMPLES} samples, belong to "
             "which sample. Keep the batch in a dimension of its own."

@@ -39,6 +39,11 @@ class Seen:
         """For messages."""
         return f"{getattr(self.function, '__name__', '?')} (parameter {next(iter(self.met.values()))!r})"
 
+    @property
+    def complex(self) -> bool:
+        """Whether anything in it is."""
+        return any(t.is_complex() for t in _tensors([self.inputs, self.outputs]))
+
     def expands(self, small: "Seen") -> bool:
         """Whether the output, a function of parameters alone, is larger than that of the same call on fewer samples."""
         larger = any(a.shape != b.shape for a, b in zip(self.outputs, small.outputs, strict=True))
@@ -115,8 +120,9 @@ def check_same_operations(a: Record, b: Record) -> None:
     """Refuse a model whose operations depend on the samples."""
     if [s.function for s in a.seen] != [s.function for s in b.seen]:
         raise UnsupportedModel(
-            "Which operations this model runs depends on the values in the batch (data-dependent control flow), so "
-            "rows cannot be attributed to samples. Make the forward run the same operations for every batch."
+            "Which operations this model runs depends on the values in the batch (data-dependent control flow) or on "
+            "how many samples there are (a loop over them), so rows cannot be attributed to samples. Make the forward "
+            "run the same operations for every batch."
         )
 
 
@@ -162,7 +168,7 @@ class _Notes(Meeting):
             if creates:
                 self.created.append(out.shape)
             if not creates or len(self.created) - 1 in self._sized:
-                self._mark(out)
+                self._mark(result(func, args, out))
         return out
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,7 +178,15 @@ class _Notes(Meeting):
         flat, spec = tree_flatten((args, kwargs))
         met = {k: self.keys[id(t)] for k, t in enumerate(flat) if id(t) in self.keys}
         sources = [self._made.get(id(flat[k]), -1) for k in met]
-        on_data = any(id(t) in self._data for t in flat)
+        # What has a gradient and is no function of parameters alone is of the data, by whatever way it came: written
+        # into a view, or from a scripted function.
+        tensors = [(k, t) for k, t in enumerate(flat) if isinstance(t, Tensor)]
+        on_data = any(id(t) in self._data or (t.requires_grad and k not in met) for k, t in tensors)
+        if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for _, t in tensors):
+            raise UnsupportedModel(
+                f"Parameter {next(iter(met.values()))!r} is used inside torch.vmap or another transformation of "
+                "torch.func, where its operations cannot be told apart by sample. Write that part for a whole batch."
+            )
         copies = [t.detach().clone() if isinstance(t, Tensor) and k not in met else t for k, t in enumerate(flat)]
         before = _random_states()
         out = func(*args, **kwargs)

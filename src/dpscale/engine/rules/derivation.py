@@ -49,7 +49,7 @@ def resolve(
             return None
         step = Step(*step.node.next_functions[0])
     leaf = step.node.variable
-    if leaf.device != derived.device:
+    if leaf.device != derived.device or leaf.is_complex() != derived.is_complex():
         return None
     return names[id(leaf)], Pulled(form, tuple(path)) if path else form
 
