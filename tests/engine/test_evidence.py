@@ -8,6 +8,7 @@ from torch import nn
 from dpscale import Clip, UnsupportedModel, scaled_sum
 from dpscale.engine import inspect
 from dpscale.engine.reference import reference_sum
+from dpscale.engine.rules import linear as linear_rules
 
 torch.manual_seed(0)
 
@@ -217,3 +218,19 @@ def test_samples_written_into_a_tensor_are_data():
         model, dict(model.named_parameters()), lambda batch: model(batch[0]).sum(1), (torch.randn(5, 3).double(),)
     )
     assert [site.kind for site in found.sites] == ["rows"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_that_do_not_add_up_are_refused(dtype, monkeypatch):
+    """Whatever else may go wrong with an operation: on the probe, its sum is what plain autograd says."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    x = torch.randn(5, 3, dtype=dtype)
+
+    def losses(m, batch):
+        return m(batch[0]).square().sum(1)
+
+    scaled_sum(model, losses, (x,), Clip(C=1.0))
+    whole = linear_rules.Outer.weighted
+    monkeypatch.setattr(linear_rules.Outer, "weighted", lambda form, weights: 0.5 * whole(form, weights))
+    with pytest.raises(UnsupportedModel, match=r"Parameter '(0|2)\.weight' also reaches the losses"):
+        scaled_sum(type(model)(*model), losses, (x,), Clip(C=1.0))
