@@ -1,6 +1,7 @@
 """The command line: what it prints, what it refuses, what it leaves on disk."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -106,7 +107,8 @@ def test_without_json_people_can_read_it():
         (("calibrate", "--epsilon", "3", *MNIST), "Give either --epochs or --steps"),
         (("calibrate", "--epsilon", "3", *MNIST, "--steps", "9", "--epochs", "2"), "Give either"),
         (("calibrate", "--epsilon", "3", *MNIST, "--steps", "9", "--noise-multiplier", "1"), "leave out --epochs"),
-        (("calibrate", "--epsilon", "3", *MNIST, "--epochs", "2", "--sampler", "full-batch"), "--batch is needed for"),
+        (("calibrate", "--epsilon", "3", *MNIST, "--epochs", "2", "--sampler", "full-batch"), "leave out --batch 512"),
+        (("calibrate", "--epsilon", "3", "--delta", "1e-5", "--size", "9", "--epochs", "2"), "--batch is needed for"),
         (("calibrate", "--delta", "1e-5", "--size", "100"), "--epsilon"),
         (("epsilon", "--noise-multiplier", "0", *MNIST, "--epochs", "20"), "'noise_multiplier' parameter"),
         (("epsilon", *ONE, "--delta", "2", "--size", "9", "--batch", "3"), "'delta' parameter"),
@@ -114,7 +116,11 @@ def test_without_json_people_can_read_it():
         (("epsilon", *ONE, *MNIST, "--sampler", "lottery"), "lottery"),
         (("nonsense",), "nonsense"),
         (("compare", "digits", "--set", "colour=1"), "parameter of --set must be one of C, K0, average"),
-        (("compare", "digits", "--set", "held_out"), "parameter of --set must be one of C, K0, average"),
+        (("compare", "digits", "--set", "held_out"), "=VALUE is missing"),
+        (("compare", "digits", "--set", "grid=abc"), "'grid' parameter of Config must be a list of numbers. Got 'abc'"),
+        (("compare", "digits", "--set", "gamma1s=abc"), "In --set, write gamma1s=[0.5, 1]"),
+        (("train", "digits", "--gamma0", "2"), "1 weighs all K0 + 1 points alike; K0 = 0 stands for no memory"),
+        (("train", "digits", "--gamma1", "2"), "'gamma1' parameter of HeavyBall must be above 0 and at most 1."),
         (("compare", "digits", "--set", "held_out=2"), "'held_out' parameter of Config must be a number in (0, 1)"),
         (("compare", "digits", "--set", "grid=3"), "wrong kind in --set grid=3"),
     ],
@@ -127,6 +133,36 @@ def test_a_large_delta_is_warned_of_on_stderr_alone():
     base = ("--noise-multiplier", "1", "--delta", "0.01", "--size", "1000", "--batch", "10", "--steps", "5")
     result = run("epsilon", *base, "--json")
     assert json.loads(result.stdout)["delta"] == 0.01 and "dpscale: warning: delta" in result.stderr
+
+
+def test_a_large_delta_is_warned_of_once_in_a_command():
+    base = ("--epsilon", "3", "--delta", "0.01", "--size", "1000", "--epochs", "20", "--sampler", "full-batch")
+    for _ in range(2):
+        (line,) = run("calibrate", *base).stderr.splitlines()
+        assert line.startswith("dpscale: warning: delta = 0.01 is not below")
+
+
+def test_absurd_numbers_of_steps_are_refused(monkeypatch):
+    monkeypatch.setattr("dpscale.plan.MOST_STEPS", 1000)
+    base = ("--delta", "1e-5", "--size", "1000", "--sampler", "full-batch")
+    for arguments, got in (
+        (("calibrate", "--epsilon", "3", "--steps", "1001"), "Got 1001 instead"),
+        (("epsilon", "--noise-multiplier", "50", "--epochs", "1e9"), "Got '1000000000 for 1e+09 epochs' instead"),
+    ):
+        line = refuse(*arguments, *base)
+        assert f"'steps' parameter of Plan must be an integer <= 1000. {got}. Accounting for more takes minutes" in line
+    line = refuse("calibrate", "--epsilon", "3", "--noise-multiplier", "1e4", *base)
+    assert "'epsilon' parameter of Plan.calibrate_steps must be small enough to limit the steps. Got 3.0" in line
+    assert "More than 1,000 steps fit: lower noise_multiplier" in line
+    assert "steps             1000\n" in run("epsilon", "--noise-multiplier", "50", "--steps", "1000", *base).stdout
+
+
+def test_figures_say_their_own_defaults_and_all_takes_what_they_take():
+    texts = {name: " ".join(run("reproduce", name, "--help").stdout.split()) for name in ("table2", "figures", "all")}
+    assert "default: all" not in texts["figures"] and "default: 5" not in texts["figures"]
+    assert "[default: dp-sgd,auto-s" in texts["figures"] and "[default: 1;" in texts["figures"]
+    options = {name: set(re.findall(r" (--[a-z-]+) <", text)) for name, text in texts.items()}
+    assert options["all"] == options["figures"] == options["table2"] and {"--epochs", "--encoder"} <= options["all"]
 
 
 # -- train, compare, report ------------------------------------------------------------------------------------
@@ -251,25 +287,52 @@ def test_options_reach_the_record(tmp_path):
         "0.3",
         "--optimizer",
         "nadam",
-        "--precision",
-        "bf16",
         "--train-size",
         "500",
         "--diagnostics",
     )
     told = json.loads(run("train", "digits", *TINY, *arguments, "--out", str(tmp_path), "--json").stdout)
     config = told["config"]
-    assert (config["optimizer"], config["precision"], config["train_size"]) == ("nadam", "bf16", 500)
+    assert (config["optimizer"], config["precision"], config["train_size"]) == ("nadam", "float32", 500)
     assert told["data"]["train"] == 500 and told["choice"] == {"rate": 0.1, "gamma1": 0.3}
     assert told["diagnostics"]["not_private"] is True and told["learning_rate"] == 0.1
+
+
+@pytest.mark.parametrize("asked", [("--precision", "bf16"), ("--set", "precision=bf16")])
+def test_bf16_that_is_asked_for_without_a_gpu_is_refused(asked, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for command in (("train", "digits"), ("compare", "fashion-mnist")):
+        line = refuse(*command, *asked, "--out", tmp_path / "runs")
+        assert "'precision' parameter of Config must be 'float32' where torch finds no GPU. Got 'bf16'" in line
+        assert "Give --precision float32" in line
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_without_a_gpu_a_presets_bf16_is_float32_and_told(name, gpu, monkeypatch, caplog):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    config, own = options.configured(name, None, None, None), presets.preset(name).precision
+    assert config.precision == (own if gpu else "float32")
+    told = [f"dpscale: {name} runs in float32: its bf16 needs a GPU, and torch finds none here."]
+    assert caplog.messages == (told if own == "bf16" and not gpu else [])
+    config = options.configured(name, None, None, None, precision="float32")
+    assert config.precision == "float32" and len(caplog.messages) <= 1
 
 
 def test_a_missing_data_set_names_the_command_that_gets_it(tmp_path, monkeypatch):
     monkeypatch.setenv("DPSCALE_DATA", "elsewhere")  # set by --data for the processes of a comparison; put back after
     runner._whole.cache_clear()
-    for arguments in (("compare", "mnist"), ("train", "mnist"), ("reproduce", "table2", "--presets", "mnist")):
-        line = refuse(*arguments, "--data", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
-        assert "Run 'dpscale data get mnist'" in line and str(tmp_path / "none") in line
+    out = ("--out", str(tmp_path / "out"))
+    for arguments in (
+        ("compare", "mnist", *out),
+        ("train", "mnist", *out),
+        ("reproduce", "table2", "--presets", "mnist", *out),
+        ("features", "cifar10", "--encoder", "resnet50-imagenet"),
+    ):
+        line = refuse(*arguments, "--data", str(tmp_path / "none"))
+        name = "cifar10" if arguments[0] == "features" else "mnist"
+        assert f"Run 'dpscale data get {name} --data {tmp_path / 'none'}'" in line
     assert not list(tmp_path.rglob("*.json"))
 
 
@@ -305,6 +368,11 @@ def test_report_of_nothing_and_of_a_broken_record(tmp_path):
     line = refuse("report", str(tmp_path))
     assert "dp-sgd-seed0-abc.json" in line and "Delete it and run the same command again" in line
     assert not (tmp_path / "report.html").exists()
+    file = tmp_path / "some.jsonl"
+    file.write_text("")
+    assert f"{file} is a file. Give the folder that it lies in: dpscale report {tmp_path}" in refuse("report", file)
+    line = refuse("report", tmp_path, "--markdown", tmp_path)
+    assert f"{tmp_path} is a folder. Give --markdown a file, such as {tmp_path / 'results.md'}" in line
 
 
 # -- as a process ----------------------------------------------------------------------------------------------

@@ -158,6 +158,16 @@ def test_statement_rounds_epsilon_up():
     assert calibrated.epsilon(delta=1e-5) <= shown <= calibrated.epsilon(delta=1e-5) + 1.01e-3
 
 
+def test_statement_names_the_accountant_that_gave_the_number(mnist):
+    assert "Tight accounting (PLD): epsilon = 3;" in mnist.statement()
+    text = mnist.statement(delta=1e-300)
+    shown = math.ceil(1000 * mnist.epsilon(delta=1e-300)) / 1000
+    assert (
+        "Tight" not in text and f"Guarantee: ({shown:g}, 1e-300)-differential privacy. Rényi DP (RDP): epsilon" in text
+    )
+    assert "privacy loss distributions (PLD) give nothing smaller here" in text
+
+
 def test_statement_is_loud_about_shuffling_and_names_the_doubled_sensitivity():
     shuffled = plan(sampling=Shuffled(size=1000, batch=10, adjacency="replace-one"), noise_multiplier=9.0)
     text = shuffled.statement(delta=1e-5)

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 from enum import StrEnum
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,8 +34,8 @@ class Commands(TyperGroup):
         """Run a command and exit."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("default", UserWarning)
-                warnings.showwarning = _show_warning
+                warnings.simplefilter("always", UserWarning)
+                warnings.showwarning = _warn_once()
                 code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
@@ -164,8 +165,16 @@ def main() -> None:
     app(prog_name="dpscale")
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    typer.echo(f"dpscale: warning: {message}", err=True)
+def _warn_once() -> Callable[..., None]:
+    """Shows each warning once in a command, wherever it is raised again."""
+    shown: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in shown:
+            shown.add(str(message))
+            typer.echo(f"dpscale: warning: {message}", err=True)
+
+    return show
 
 
 def _plan(sampler: Sampler, size: int, batch: int | None, *, accountant: Accountant, **length: Any) -> "Plan":
@@ -175,7 +184,9 @@ def _plan(sampler: Sampler, size: int, batch: int | None, *, accountant: Account
 
     if "epochs" in length and (length["epochs"] is None) == (length["steps"] is None):
         raise ValueError("Give either --epochs or --steps.")
-    if (batch is None) != (sampler is Sampler.full_batch):
+    if sampler is Sampler.full_batch and batch is not None:
+        raise ValueError(f"--sampler full-batch takes all of --size: leave out --batch {batch}.")
+    if batch is None and sampler is not Sampler.full_batch:
         raise ValueError("--batch is needed for every sampler but full-batch, which takes all of --size.")
     kind: Any = SAMPLERS[sampler.value]
     sampling = kind(size=size) if batch is None else kind(size=size, batch=batch)

@@ -156,7 +156,7 @@ class InnerOuter(Momentum):
     def __post_init__(self) -> None:
         ok = isinstance(self.K0, int) and not isinstance(self.K0, bool) and self.K0 >= 0
         require(ok, "InnerOuter", "K0", "an integer, 0 or more", self.K0, "It counts the past points: 2 is a start.")
-        _require_share(self, "gamma0", self.gamma0)
+        _require_share(self, "gamma0", self.gamma0, "1 weighs all K0 + 1 points alike; K0 = 0 stands for no memory.")
         _require_share(self, "gamma1", self.gamma1)
 
     @property
@@ -430,9 +430,9 @@ def _copy(source: Weights, target: Weights) -> None:
         torch._foreach_copy_([target[n] for n in source], [p.detach() for p in source.values()])
 
 
-def _require_share(owner: Any, name: str, value: float) -> None:
+def _require_share(owner: Any, name: str, value: float, action: str = "1 stands for no memory.") -> None:
     ok = is_number(value) and 0 < value <= 1
-    require(ok, type(owner).__name__, name, "above 0 and at most 1", value, "1 stands for no memory.")
+    require(ok, type(owner).__name__, name, "above 0 and at most 1", value, action)
 
 
 def views(batch: tuple[Tensor, ...], count: int, transform: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:

@@ -34,6 +34,10 @@ Not counted in these numbers, and to be judged separately:
   - other models or results released from the same data: their costs add up"""
 
 
+MOST_STEPS = 10**8
+"""No plan has more: the grid of a privacy loss distribution grows with the steps, and its FFT takes minutes then."""
+
+
 class _FromEpochs(int):
     """A number of steps computed from ``epochs``: `dataclasses.replace` may compute it anew."""
 
@@ -48,7 +52,7 @@ class Plan:
     Args:
         scaling: the rule that bounds one sample's contribution.
         sampling: who is in each batch.
-        steps: number of steps; give this or ``epochs``, or neither and then `calibrate_steps`.
+        steps: number of steps, `MOST_STEPS` at most; give this or ``epochs``, or neither and then `calibrate_steps`.
         epochs: passes over the data; ``steps`` is computed from it by the sampler.
         noise_multiplier: noise std / bound; None until `calibrate`.
         delta: the δ that `epsilon` and `statement` use when not told another.
@@ -113,6 +117,10 @@ class Plan:
             object.__setattr__(self, "steps", _FromEpochs(self.sampling.steps(self.epochs)))
         else:
             require_count("Plan", "steps", self.steps, action="It is the number of optimizer steps.")
+        if self.steps is not None:
+            got = self.steps if self.epochs is None else f"{self.steps} for {self.epochs:g} epochs"
+            action = "Accounting for more takes minutes: take fewer steps or epochs."
+            require(self.steps <= MOST_STEPS, "Plan", "steps", f"an integer <= {MOST_STEPS}", got, action)
 
     def _check_delta(self, owner: str, delta: float) -> None:
         action = "Take it well below 1/size, such as 1e-5."
@@ -179,6 +187,12 @@ class Plan:
         """This plan with the most steps that cost at most ``epsilon`` at ``delta`` under its noise."""
         self._check_target("Plan.calibrate_steps", epsilon, delta)
         sigma = self._sigma("calibrate_steps")
+        event = self.sampling.event(sigma, MOST_STEPS)
+        # "rdp" is never below "pld", and quick at any number of steps.
+        spent = accounting.epsilon(event, delta=delta, adjacency=self.adjacency, accountant="rdp")
+        action = f"More than {MOST_STEPS:,} steps fit: lower noise_multiplier, or choose the steps yourself."
+        must = "small enough to limit the steps"
+        require(spent > epsilon, "Plan.calibrate_steps", "epsilon", must, epsilon, action)
         steps = accounting.calibrate_steps(
             lambda steps: self.sampling.event(sigma, steps),
             epsilon=epsilon,
@@ -195,10 +209,15 @@ class Plan:
         pld, rdp = (self._epsilon(delta, None, accountant) for accountant in get_args(Accountant))
         if math.isinf(pld):
             guarantee = "NO PRIVACY: no noise is added; epsilon is infinite."
-        else:
+        elif pld < rdp:
             guarantee = (
                 f"({_up(pld)}, {delta:g})-differential privacy. "
                 f"Tight accounting (PLD): epsilon = {_up(pld)}; Rényi DP (RDP): epsilon = {_up(rdp)}."
+            )
+        else:  # "pld" gives the smaller of the two
+            guarantee = (
+                f"({_up(rdp)}, {delta:g})-differential privacy. "
+                f"Rényi DP (RDP): epsilon = {_up(rdp)}; privacy loss distributions (PLD) give nothing smaller here."
             )
         lines = [
             f"Guarantee: {guarantee}",
