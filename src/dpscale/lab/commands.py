@@ -128,6 +128,8 @@ def report(
     from dpscale.lab import markdown as tables
     from dpscale.lab import paper, records, report
 
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file. Give the folder that it lies in: dpscale report {folder.parent}")
     before = tables.before(markdown) if markdown else ""
     found = paper.load(folder)
     files = {"report": report.write_all(folder, found)}
@@ -166,6 +168,8 @@ def _reproduce(context: typer.Context) -> None:
 PresetList = Annotated[str | None, typer.Option("--presets", help="Comma-separated names; default: the paper's five.")]
 Methods = Annotated[str | None, typer.Option(help="Comma-separated names; default: all, with controls.")]
 Seeds = Annotated[int | None, typer.Option(min=1, help="Seeds per method; default: 5, and 3 for the two large ones.")]
+PictureMethods = Annotated[str, typer.Option(help="Comma-separated names, such as psac-r-over-s.")]
+PictureSeeds = Annotated[int, typer.Option(min=1, help="Seeds per method.")]
 Budget = Annotated[
     float | None, typer.Option(min=0, help="Begin no run after so many minutes. The same command goes on later.")
 ]
@@ -220,8 +224,8 @@ def table2(
 @reproduce.command()
 def figures(
     presets_: PresetList = None,
-    methods: Methods = "dp-sgd,auto-s,dp-psac,dp-psasc,dp-psasc-star",
-    seeds: Seeds = 1,
+    methods: PictureMethods = "dp-sgd,auto-s,dp-psac,dp-psasc,dp-psasc-star",
+    seeds: PictureSeeds = 1,
     out: PaperOut = Path("runs/figures"),
     budget_minutes: Budget = None,
     epochs: Epochs = None,
@@ -250,7 +254,9 @@ def all_(
     seeds: Seeds = None,
     out: PaperOut = Path("runs/paper"),
     budget_minutes: Budget = None,
+    epochs: Epochs = None,
     data: Folder = None,
+    encoder: Encoder = None,
     values: Values = None,
     workers: Workers = None,
     as_json: Json = False,
@@ -269,7 +275,10 @@ def all_(
     settings = [name for name in _names(presets_) if name in paper.SIZES]
     if settings and not as_json:
         table1(",".join(settings))
-    _experiments(presets_, methods, seeds, out, budget_minutes, data, values, workers, as_json, diagnostics=True)
+    _experiments(
+        presets_, methods, seeds, out, budget_minutes, data, values, workers, as_json,
+        epochs=epochs, encoder=encoder, diagnostics=True,
+    )  # fmt: skip
 
 
 def _experiments(

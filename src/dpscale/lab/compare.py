@@ -2,8 +2,8 @@
 
 The choices come first: each method has the same number of tries, over the same grid of rates and outer momenta, on
 training data held out for that, and keeps the try with the best accuracy there. The search is not counted in ε, as in
-the paper; every record and report says so. Then each method runs at each seed and is measured once, after the last
-epoch.
+the paper; every record and report says so. Then each method runs at each seed. Its accuracy is that after the last
+epoch, which is fixed beforehand; its curve is measured on the test data a few times on the way, and chooses nothing.
 """
 
 import contextlib
@@ -173,26 +173,32 @@ class _Batch:
         self.done = 0
         self.noise_multiplier: float | None = None
         self.compiled: set[Any] = set()
+        self.here: dict[str, Any] | None = None  # checksums of the data
         packed = records.beside(out)
         self.packed = {record.key: record for record in records.load(packed)} if packed.is_file() else {}
 
     def run(self, jobs: Sequence[Job], pool: Executor | None) -> list[Record]:
         found, missing = [], []
-        here = checksums(jobs[0].config.data) if jobs else None  # all are of one experiment
+        self.here = checksums(jobs[0].config.data) if jobs else None  # all are of one experiment
         for job in jobs:
-            path = _file(self.out, job)
-            known = records.read(path) if path.exists() else self.packed.get(_key(job))
-            if known is None or here not in (None, known.data.get("checksums")):  # none, or of other data
+            if (known := self._known(job)) is None:
                 missing.append(job)
             else:
                 self.done += 1
-                found.append(self._searched(known, job))
+                found.append(known)
         for record in self._execute(missing, pool):
-            record.save(_folder(self.out, record.role))
             self.done += 1
             found.append(record)
             self.on_finished(Finished(record=record, done=self.done, total=self.total))
         return found
+
+    def _known(self, job: Job) -> Record | None:
+        """The record that there is of a run; None if there is none, or one of other data."""
+        path = _file(self.out, job)
+        known = records.read(path) if path.exists() else self.packed.get(_key(job))
+        if known is None or self.here not in (None, known.data.get("checksums")):
+            return None
+        return self._searched(known, job)
 
     def _searched(self, record: Record, job: Job) -> Record:
         """The record of a run that a wider search has chosen again: that search is told from now on."""
@@ -205,11 +211,12 @@ class _Batch:
         return record
 
     def _execute(self, jobs: Sequence[Job], pool: Executor | None) -> Iterator[Record]:
+        """Run and save; just before a run is begun, what another process has recorded meanwhile is taken instead."""
         if self.noise_multiplier is None and any(METHODS[job.method].rule for job in jobs):
             self.noise_multiplier = calibrate(jobs[0].config)
         jobs = [replace(job, noise_multiplier=self.noise_multiplier or 0.0) for job in jobs]
         if pool is None:
-            yield from (run(job) for job in jobs if self._in_time())
+            yield from (self._known(job) or self._saved(run(job)) for job in jobs if self._in_time())
             return
         if torch.cuda.is_available() and self._in_time():
             compile_ahead([job for job in kinds(jobs) if step_of(job) not in self.compiled])
@@ -219,15 +226,22 @@ class _Batch:
         try:
             while True:
                 while len(under_way) < self.workers and self._in_time() and (job := next(ready, None)) is not None:
-                    under_way.add(pool.submit(run, job))
+                    if (known := self._known(job)) is not None:
+                        yield known
+                    else:
+                        under_way.add(pool.submit(run, job))
                 if not under_way:
                     return
                 finished, under_way = wait(under_way, return_when=FIRST_COMPLETED)
                 for future in finished:
-                    yield future.result()
+                    yield self._saved(future.result())
         finally:
             for future in under_way:
                 future.cancel()
+
+    def _saved(self, record: Record) -> Record:
+        record.save(_folder(self.out, record.role))
+        return record
 
     def _in_time(self) -> bool:
         return self.deadline is None or time.monotonic() < self.deadline

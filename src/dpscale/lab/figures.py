@@ -37,6 +37,7 @@ OURS = ("dp-psasc", "dp-psasc-star")
 WEIGHED = ("dp-psac", *OURS)
 """Methods whose mean weight is drawn; Auto-S is left out as in the paper: its weights are off the scale."""
 _BARS = 24  # of a histogram, about
+_TICKS = 5  # parts of an axis of cosines, at most: labels like −0.025 are wide, and a page's font may be wider still
 _STYLE: Any = {  # matplotlib types its keys one by one
     "svg.fonttype": "none",
     "font.size": 11.5,
@@ -77,7 +78,7 @@ def _plain(records: Sequence[Record]) -> Iterator[Picture]:
     yield Picture(
         name="accuracy",
         figure=accuracy_curves(records),
-        caption="Test accuracy after every epoch; the band is the 95% interval over seeds. "
+        caption=f"Test accuracy after {_told_epochs(records)}; the band is the 95% interval over seeds. "
         "No epoch or rate was chosen on it.",
     )
     if any(record.scaling for record in records):
@@ -137,9 +138,8 @@ def accuracy_curves(records: Sequence[Record]) -> Figure:
     figure, axes = _axes("epoch", "test accuracy (%)")
     lowest_end, highest = 100.0, 0.0
     for method, group in by_method(records).items():
-        found = zip(group[0].curves["epoch"], *(record.curves["accuracy"] for record in group), strict=True)
-        measured = {epoch: each for epoch, *each in found if None not in each}
-        points = [interval([100 * float(value or 0.0) for value in each]) for each in measured.values()]
+        measured = _measured(group)
+        points = [interval([100 * value for value in each]) for each in measured.values()]
         mean = np.array([point[0] for point in points])
         half = np.array([point[1] or 0.0 for point in points])
         x = np.array(list(measured), dtype=float)
@@ -153,6 +153,21 @@ def accuracy_curves(records: Sequence[Record]) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(figure, axes)
     return figure
+
+
+def _measured(group: Sequence[Record]) -> dict[int, list[float]]:
+    """The accuracies of all seeds by epoch, where each was measured."""
+    found = zip(group[0].curves["epoch"], *(record.curves["accuracy"] for record in group), strict=True)
+    return {int(epoch or 0): [float(value or 0.0) for value in each] for epoch, *each in found if None not in each}
+
+
+def _told_epochs(records: Sequence[Record]) -> str:
+    """Which epochs the points of the accuracy curves are of, in words."""
+    epochs = {epoch for group in by_method(records).values() for epoch in _measured(group)}
+    last = max(epochs)
+    if len(epochs) == last:
+        return "every epoch"
+    return "the last epoch" if len(epochs) == 1 else f"{len(epochs)} of the {last} epochs, the last among them"
 
 
 def scaling_weights(records: Sequence[Record]) -> Figure:
@@ -221,6 +236,7 @@ def gradient_similarity(records: Sequence[Record], baseline: str) -> Figure:
         axes.stairs(share, edges, color=colour, linestyle=dashes, linewidth=1.5, label=label)
         axes.axvline(float(np.average(list(found), weights=weights)), color=colour, linestyle=dashes, linewidth=1)
     axes.set_xlim(edges[0], edges[-1])
+    axes.xaxis.set_major_locator(MaxNLocator(_TICKS))
     axes.set_ylim(0, 1.05 * highest)
     _legend(figure, axes)
     return figure

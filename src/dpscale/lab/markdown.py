@@ -26,6 +26,8 @@ def before(path: Path) -> str:
 
     A file without `MARK` was not meant to be overwritten: a ``ValueError``.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Give --markdown a file, such as {path / 'results.md'}.")
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError:

@@ -4,16 +4,20 @@ import dataclasses
 import functools
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from dpscale.checks import require
 from dpscale.lab import presets
 from dpscale.lab.presets import Config
+
+log = logging.getLogger("dpscale")
 
 Preset = Annotated[
     str,
@@ -115,7 +119,18 @@ def configured(name: str, rate: float | None, data: Path | None, values: list[st
         config = config.replace(inner=((config.K0, config.gamma0),))
     config = config if rate is None else config.at_rate(rate)
     config.require_fitting()
-    return config
+    return _on_this_device(config, asked=changes.get("precision") is not None)
+
+
+def _on_this_device(config: Config, *, asked: bool) -> Config:
+    """The configuration as it can run here: without a GPU a preset's bf16 is float32, and one that was asked for is
+    refused."""
+    if config.precision != "bf16" or torch.cuda.is_available():
+        return config
+    if asked:
+        config.require_device()
+    log.warning("dpscale: %s runs in float32: its bf16 needs a GPU, and torch finds none here.", config.preset)
+    return config.replace(precision="float32")
 
 
 def _values(given: list[str]) -> dict[str, Any]:
@@ -124,7 +139,8 @@ def _values(given: list[str]) -> dict[str, Any]:
     found = {}
     for text in given:
         name, equals, value = text.partition("=")
-        require(bool(equals) and name in known, "--set", "NAME=VALUE", f"one of {', '.join(sorted(known))}", text)
+        require(name in known, "--set", "NAME=VALUE", f"one of {', '.join(sorted(known))}", text)
+        require(bool(equals), "--set", name, f"given as {name}=VALUE", text, "=VALUE is missing.")
         try:
             found[name] = _tuples(json.loads(value))
         except json.JSONDecodeError:

@@ -43,7 +43,7 @@ class Config:
         schedule: name in `SCHEDULES`: how the learning rate falls in the course of a run. It looks at no data.
         average: what is measured is the moving average of the weights, which keeps so much of itself at every step; 0:
             the weights themselves. Released weights are averaged, so it costs no privacy.
-        precision: "float32", without TF32, or "bf16": autocast, on CUDA alone.
+        precision: "float32", without TF32, or "bf16": autocast, on CUDA alone; refused elsewhere.
         momentum: name in `momentum.MOMENTA`, or "none"; of every method that has none of its own.
         gamma1: outer momentum of every method, as in `HeavyBall`: the velocity keeps 1 - gamma1 of itself.
         K0, gamma0: inner momentum of the methods that have it, as in `InnerOuter`.
@@ -154,7 +154,10 @@ class Config:
         settled: dict[str, Any] = {name: _real(getattr(self, name)) for name in _REAL}
         settled["K0"] = _whole(self.K0)
         for name in ("grid", "gamma1s"):
-            settled[name] = tuple(_real(value) for value in getattr(self, name))
+            given = getattr(self, name)
+            action = f"In --set, write {name}=[0.5, 1]."
+            require(not isinstance(given, str), "Config", name, "a list of numbers", given, action)
+            settled[name] = tuple(_real(value) for value in given)
         if isinstance(self.normalize, tuple | list):
             settled["normalize"] = tuple(_real(value) for value in self.normalize)
         for pair in self.inner:
@@ -176,6 +179,12 @@ class Config:
             able = ", ".join(name for name in MODELS if _takes(name, shape, classes))
             must = f"one that takes {what}, of shape {shape}"
             require(False, "Config", "model", must, self.model, f"Choose one of {able}.")
+
+    def require_device(self) -> None:
+        """Refuse a precision that this machine has no device for: a record would name what was not computed."""
+        ok = self.precision != "bf16" or torch.cuda.is_available()
+        must = "'float32' where torch finds no GPU"
+        require(ok, "Config", "precision", must, self.precision, "Give --precision float32, or run it on a GPU.")
 
     def replace(self, **changes: Any) -> "Config":
         """The same experiment with other values; a change that is None leaves the value as it is."""

@@ -6,12 +6,14 @@ Tables, figures and reports read records and nothing else, so any of them can be
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpscale.checks import is_number
 from dpscale.lab.files import replacing
 from dpscale.lab.provenance import installed_versions, source_commit
 
@@ -31,7 +33,7 @@ class Record:
         choice, learning_rate: the normalized rate and the momentum, as in `presets.Choice`, and what the optimizer got.
         curves: per epoch: ``epoch``, ``train_loss``, ``accuracy``, which is None where it was not measured.
         accuracy, loss: at the end of the last epoch, which is fixed beforehand; no loss if it is not finite.
-        seconds, cold_seconds: of training with an evaluation per epoch, and of what came before the first step.
+        seconds, cold_seconds: of training and of measuring its curve, and of what came before the first step.
         data: how many samples, and where they come from.
         search: how the choice was found, and what that leaves out of epsilon; None if it was given.
     """
@@ -175,12 +177,28 @@ def _record(text: bytes, name: str, action: str) -> Record:
     try:
         found = json.loads(text.decode())
         known = {f.name for f in dataclasses.fields(Record)}
-        if isinstance(found, dict) and found.get("format") == FORMAT and set(found) == known and _sound(found):
-            return Record(**found)
         problem = f"is not a record of format {FORMAT}"
+        if isinstance(found, dict) and found.get("format") == FORMAT and set(found) == known and _sound(found):
+            problem = _damage(found)
+            if not problem:
+                return Record(**found)
     except (UnicodeDecodeError, json.JSONDecodeError):
         pass
     raise ValueError(f"{name} {problem}. Delete it and {action}.")
+
+
+def _damage(found: Mapping[str, Any]) -> str:
+    """The first number that no run can have given, in words; nothing if there is none."""
+    named = {"accuracy": 1, "loss": math.inf, "epsilon": math.inf, "delta": 1, "noise_multiplier": math.inf}
+    named |= {"seconds": math.inf, "cold_seconds": math.inf}
+    numbers = [(name, found[name], most) for name, most in named.items()]
+    numbers += [(f"{name} of its config", found["config"][name], named[name]) for name in ("epsilon", "delta")]
+    numbers += [("an accuracy of its curve", value, 1) for value in found["curves"]["accuracy"]]
+    for name, value, most in numbers:
+        if value is not None and not (is_number(value) and 0 <= value <= most and math.isfinite(value)):
+            must = "a number in [0, 1]" if most == 1 else "a finite number >= 0"
+            return f"is damaged: {name} is {value!r}, not {must}"
+    return ""
 
 
 def _sound(found: Mapping[str, Any]) -> bool:
@@ -192,7 +210,7 @@ def _sound(found: Mapping[str, Any]) -> bool:
         and re.fullmatch(r"\w[\w.-]*", config["preset"]) is not None
         and all(isinstance(config.get(name), (int, float)) for name in ("epsilon", "delta", "epochs", "batch"))
         and {"dpscale"} <= set(found["versions"])
-        and {"epoch", "train_loss", "accuracy"} <= set(curves)
+        and all(isinstance(curves.get(name), list) for name in ("epoch", "train_loss", "accuracy"))
         and isinstance(choice.get("rate"), (int, float))
         and isinstance(found["data"].get("test"), int)
         and all(isinstance(found[name], (int, float)) for name in ("accuracy", "seconds", "cold_seconds", "seed"))

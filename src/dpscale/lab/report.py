@@ -213,11 +213,12 @@ def _table(one: Experiment) -> Iterable[str]:
         yield "".join(f'<td data-label="{head}">{cells[head]}</td>' for head in heads) + "</tr>"
     yield "</tbody></table></div>"
     yield (
-        '<p class="note">Mean over seeds and 95% interval (Student\'s t), measured once, after the last epoch. '
+        '<p class="note">Mean over seeds and 95% interval (Student\'s t) of the accuracy after the last epoch, which '
+        f"is fixed beforehand. {_measured(one.records)} "
         "The interval covers initialisation, batches and noise; it does not cover the choice of test images. "
         "Runs of one seed share initialisation, batches and noise: the difference to DP-PSASC is taken seed by seed, "
-        "and its interval is narrower than that of either mean. Seconds are those of training with an evaluation per "
-        "epoch, without the cold start.</p>"
+        "and its interval is often narrower than that of either mean, where runs of one seed move together. "
+        "Seconds are those of training and of all measurements, without the cold start.</p>"
     )
     note = one.records[0].config.get("note", "")
     if note:
@@ -229,6 +230,13 @@ def _table(one: Experiment) -> Iterable[str]:
             f'<p class="note">Under SGD, s divides the learning rate and makes the stabiliser a little larger, nothing '
             f"else. The controls tell the two apart. {told}</p>"
         )
+
+
+def _measured(chosen: Sequence[Record]) -> str:
+    """How often the test data were looked at."""
+    most = max(sum(value is not None for value in record.curves["accuracy"]) for record in chosen)
+    times = f"up to {most} times a run" if most > 1 else "once a run"
+    return f"Curves are measured {times} on the test data and choose nothing."
 
 
 def _pictures(chosen: Sequence[Record], name: str) -> Iterable[str]:

@@ -123,6 +123,7 @@ def calibrate(config: Config) -> float:
 
 def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Record:
     """Train once and say what came of it. ``on_progress`` is called after every epoch, and at each phase before."""
+    job.config.require_device()
     with _exact_products():
         return _run(job, on_progress)
 
@@ -345,7 +346,7 @@ def _schedule(optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:
 
 
 def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
 
 
 def _losses_of(config: Config) -> LossFn:

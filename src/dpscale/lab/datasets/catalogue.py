@@ -1,9 +1,10 @@
 """What is known of each data set beforehand: classes, sizes, checksums, and where it can be had."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from dpscale.lab.datasets.folder import DataError
+from dpscale.lab.datasets.folder import DataError, told_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class Entry:
         test: name of the split that is measured on.
         sources: where ``get`` looks, in this order.
         by_hand: what to download and import when no source gives it.
+        folder: the data folder that is meant, for `repair`; None: the default one.
     """
 
     name: str
@@ -64,11 +66,13 @@ class Entry:
     test: str = "test"
     sources: tuple[Source, ...] = ()
     by_hand: str
+    folder: Path | None = None
 
     @property
     def repair(self) -> str:
         """The command that makes this data set whole."""
-        return f"dpscale data {'get' if self.sources else 'import'} {self.name}{'' if self.sources else ' PATH'}"
+        what = f"get {self.name}" if self.sources else f"import {self.name} PATH"
+        return f"dpscale data {what}{told_folder(self.folder)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +218,8 @@ CELEBA_MALE = Shards(
     quality=70,
     per_shard=10_000,
     numbers={"train": (1, 162_770), "val": (162_771, 182_637), "test": (182_638, 202_599)},
-    by_hand="img_align_celeba.zip and list_attr_celeba.txt (and list_eval_partition.txt, if you like) into a folder, "
-    "from mmlab.ie.cuhk.edu.hk/projects/CelebA.html, which asks you to agree to its terms",
+    by_hand="img_align_celeba.zip and list_attr_celeba.txt (and list_eval_partition.txt, if you like), together in one "
+    "folder, from mmlab.ie.cuhk.edu.hk/projects/CelebA.html, which asks you to agree to its terms",
 )
 
 IMAGENETTE = Shards(
@@ -264,9 +268,9 @@ def sample(name: str) -> tuple[tuple[int, ...], int]:
     return entry.shape, len(entry.classes)
 
 
-def find(name: str) -> Files | Shards:
-    """The entry of a name; a `DataError` that lists the names if there is none."""
+def find(name: str, folder: Path | None = None) -> Files | Shards:
+    """The entry of a name, as kept in a data folder; a `DataError` that lists the names if there is none."""
     if name not in CATALOGUE:
         known = ", ".join([NOTHING_NEEDED, *CATALOGUE])
         raise DataError(f"There is no data set {name!r}. Known are: {known}.")
-    return CATALOGUE[name]
+    return replace(CATALOGUE[name], folder=folder)

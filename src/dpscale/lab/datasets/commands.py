@@ -143,14 +143,15 @@ def verify(
 
     from dpscale.lab.datasets import stored
     from dpscale.lab.datasets.catalogue import CATALOGUE, NOTHING_NEEDED
-    from dpscale.lab.datasets.folder import DataError, data_folder
+    from dpscale.lab.datasets.folder import DataError, data_folder, told_folder
 
     if name == NOTHING_NEEDED:
         raise ValueError(_NOTHING_NEEDED)
     root = data_folder(folder)
     names = [name] if name else [known for known in CATALOGUE if stored.is_there(known, root)]
     if not names:
-        raise ValueError(f"No data set is in the data folder {root}. Run 'dpscale data get mnist', for example.")
+        get = f"dpscale data get mnist{told_folder(root)}"
+        raise ValueError(f"No data set is in the data folder {root}. Run '{get}', for example.")
     found, console = [], Console(highlight=False)
     for each in names:
         try:

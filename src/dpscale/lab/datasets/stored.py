@@ -154,12 +154,11 @@ def read_manifest(entry: Files | Shards, home: Path) -> dict[str, Any]:
 
 
 def _home(name: str, folder: str | os.PathLike[str] | None) -> tuple[Files | Shards, Path]:
-    entry, root = find(name), data_folder(folder)
-    home = root / name
+    root = data_folder(folder)
+    entry, home = find(name, root), root / name
     if not home.is_dir():
-        how = f"dpscale data get {name}" if entry.sources else f"dpscale data import {name} PATH"
         more = "" if entry.sources else f", where PATH has {entry.by_hand}"
-        raise DataError(f"The data set {name} is not in the data folder {root}. Run '{how}'{more}.")
+        raise DataError(f"The data set {name} is not in the data folder {root}. Run '{entry.repair}'{more}.")
     return entry, home
 
 
