@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dpscale.engine.modules import structure
+from dpscale.engine.taint import COUNTERS
 
 
 class Shared(nn.Module):
@@ -181,3 +182,59 @@ def test_a_model_is_not_kept_alive():
     del model
     gc.collect()
     assert gone() is None
+
+
+class OnGPU(torch.Tensor):
+    """Says that it is on a GPU, where to read is to wait."""
+
+    is_cuda, reads = True, 0
+
+    def item(self):
+        OnGPU.reads += 1
+        return super().item()
+
+
+def test_flags_on_a_gpu_are_read_when_they_were_written(monkeypatch):
+    monkeypatch.setattr(OnGPU, "reads", 0)
+    model = nn.Linear(2, 2)
+    model.register_buffer("mode", torch.tensor(0).as_subclass(OnGPU))
+    told = [structure(model).switches() for _ in range(3)]
+    assert OnGPU.reads == 1 and told[0] == told[2]
+    model.mode.fill_(1)
+    assert structure(model).switches() != told[0] and structure(model).switches() != told[0]
+    assert OnGPU.reads == 2
+    COUNTERS[model.mode] = True  # the forward changes it by itself
+    model.mode.fill_(2)
+    structure(model).switches()
+    assert OnGPU.reads == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ({"on": False}, lambda value: value.update(on=True)),
+        ({"on": torch.zeros(2), "off": 1}, lambda value: value.update(off=0)),
+        ({"a": {"b": [1, {"c": None}]}}, lambda value: value["a"]["b"][1].update(c="d")),
+        ([1, 2], lambda value: value.append(3)),
+        ([{"a": 1}], lambda value: value[0].clear()),
+        ({"a"}, lambda value: value.add("b")),
+    ],
+    ids=["dict", "dict with a tensor", "nested", "list", "list of dicts", "set"],
+)
+def test_containers_are_looked_through(value, change):
+    model = nn.Linear(2, 2)
+    model.options = value
+    told = structure(model).switches()
+    assert structure(model).switches() == told
+    change(value)
+    assert structure(model).switches() != told
+
+
+def test_a_tensor_that_comes_into_a_container_is_not_compared():
+    model = nn.Linear(2, 2)
+    model.options, model.cache = {"a": 1}, None
+    told = structure(model).switches()
+    model.options["a"] = model.cache = torch.zeros(2)
+    changed = structure(model).switches()
+    model.options["a"] = model.cache = torch.ones(2)
+    assert structure(model).switches() == changed != told

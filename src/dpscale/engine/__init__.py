@@ -278,10 +278,7 @@ def signature(found: Structure, batch: Any) -> Any:
     through the same operations, with sizes that happen to divide. The number of samples is not.
     """
     return (
-        found.kinds,
-        found.training,
-        found.attributes.kinds(),
-        tuple(found.trainable),
+        *found.switches(),
         str(tree_structure(batch)),
         tuple((t.dtype, t.shape[1:]) for t in tree_leaves(batch) if isinstance(t, Tensor)),
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),

@@ -9,12 +9,15 @@ import dis
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-_NUMBERS = (int, float, complex)
-PLAIN = (*_NUMBERS, str, bytes, type(None))
-_SMALL = 8
+from torch import nn
+
+from dpscale.engine.modules import PLAIN as PLAIN
+from dpscale.engine.modules import kind, structure
+
 _MOST = 256  # functions, and entries of containers, to look at
 
 
@@ -44,8 +47,9 @@ def identity(function: Callable[..., Any], *, numbers: bool) -> Any:
     """Equal for functions of the same code that hold the same objects and read the same globals.
 
     Functions that it calls are looked into where it holds them, or where its own module has them; those of other
-    modules count as the objects that they are. Nothing but what modules hold is kept alive. Where that is not possible,
-    a function is equal to itself alone.
+    modules count as the objects that they are. A network that it holds (a criterion), or that an object which it holds
+    has as an attribute, counts with its modes and switches. Nothing but what modules hold is kept alive. Where that is
+    not possible, a function is equal to itself alone.
 
     Args:
         numbers: whether the values of numbers that it holds or reads count. If not, what a branch is most likely to ask
@@ -54,7 +58,7 @@ def identity(function: Callable[..., Any], *, numbers: bool) -> Any:
     try:
         return _Look(numbers).function(function)
     except _Unclear:
-        return _itself(function)
+        return _itself(function), *[each for value in _held(function) for each in _switches(value)]
 
 
 class _Look:
@@ -67,15 +71,16 @@ class _Look:
 
     def function(self, function: Any) -> Any:
         if isinstance(function, MethodType):  # new at every access
+            owner = _itself(function.__self__), *_switches(function.__self__)
             try:
-                return _itself(function.__self__), self.function(function.__func__)
+                return *owner, self.function(function.__func__)
             except _Unclear:
-                return _itself(function.__self__), function.__func__
+                return *owner, function.__func__
         if isinstance(function, functools.partial):
             given = (*function.args, *function.keywords.values())
             return self.function(function.func), tuple(function.keywords), *map(self._value, given)
         if not isinstance(function, FunctionType):
-            return _itself(function)
+            return _itself(function), *_switches(function)
         if id(function) in self._seen:
             return self._seen[id(function)]
         self._meet(function, 1)
@@ -113,7 +118,7 @@ class _Look:
                     if value not in modules:
                         modules.append(value)
                 elif name in vars(module):
-                    yield name, self._value(value) if isinstance(value, PLAIN) else _elsewhere(value)
+                    yield name, self._value(value) if isinstance(value, (*PLAIN, nn.Module)) else _elsewhere(value)
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, PLAIN):
@@ -128,7 +133,29 @@ class _Look:
             self._meet(value, len(value))
             entries = (*value, *value.values()) if isinstance(value, dict) else value
             return type(value), *map(self._value, entries)
-        return _Same(value, keep=False)
+        return _Same(value, keep=False), *_switches(value)
+
+
+def _switches(value: Any) -> Iterator[Any]:
+    """Of a network, or of those that an object has as its attributes."""
+    if isinstance(value, nn.Module):
+        yield structure(value).switches()
+    elif not isinstance(value, (type, ModuleType)):
+        for each in list(getattr(value, "__dict__", {}).values()):
+            if isinstance(each, nn.Module):
+                yield structure(each).switches()
+
+
+def _held(function: Any) -> Iterator[Any]:
+    """What a function holds and reads itself, without a further look."""
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values(), *_held(function.func))
+    elif isinstance(function, FunctionType):
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # a variable that has no value yet
+                yield cell.cell_contents
+        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        yield from map(function.__globals__.get, _names(function.__code__)[0])
 
 
 @functools.lru_cache(256)
@@ -141,17 +168,6 @@ def _names(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
             more, further = map(dict.fromkeys, _names(inner))
             names, attributes = names | more, attributes | further
     return tuple(names), tuple(attributes)
-
-
-def kind(value: Any) -> Any:
-    """What a branch is most likely to ask of a number: its sign, which small whole one it is. Others are themselves."""
-    if isinstance(value, complex):
-        return value != 0
-    if isinstance(value, int):
-        return max(-_SMALL, min(value, _SMALL))
-    if isinstance(value, tuple):
-        return tuple(map(kind, value))
-    return (value > 0, value < 0, value == value) if isinstance(value, float) else value
 
 
 def _elsewhere(value: Any) -> Any:

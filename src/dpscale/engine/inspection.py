@@ -23,13 +23,16 @@ from dpscale.engine.rules import RULE_OF, Call
 from dpscale.engine.rules.generic import by_name, replay
 from dpscale.engine.taint import (
     FEWER,
+    LATER,
     SAMPLES,
+    Undisturbed,
+    departs,
     differs,
     inconclusive,
     require_finite,
     some,
+    spoiled,
     taints,
-    undisturbed,
     where_samples_meet,
 )
 
@@ -38,46 +41,56 @@ def inspect(model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[A
     """Find out where the samples are in everything that the parameters meet, or refuse the model.
 
     Args:
-        model: the module; its buffers and the random state are left as they were.
+        model: the module; it and the random states are left as they were.
         parameters: the trainable parameters, by name.
         run: the computation, from a batch to tensors whose first dimension is the batch (the losses).
         batch: any batch; up to three of its samples are used.
 
     Raises:
-        UnsupportedModel: samples are coupled, a parameter is complex, or is used where the engine cannot follow.
+        UnsupportedModel: samples are coupled, the forward changes a parameter, or a parameter is complex or used where
+            the engine cannot follow.
     """
     require_finite(model)
     _require_real(parameters)
-    observer = Observer(model, parameters, run)
+    undisturbed = Undisturbed(model)
+    observer = Observer(undisturbed, parameters, run)
     few, base = observer.compare(batch)
     probe = some(batch, SAMPLES)
-    trained = reached(parameters, base.outputs)
+    with undisturbed():
+        trained = reached(parameters, base.outputs)
     check_met(trained, {name for s in base.seen for names in s.met.values() for name in names.split("/")})
     touched = _Touched(base)
     try:
-        touched.by_losses()
+        with undisturbed():
+            touched.by_losses()
         for i, data in taints(probe, batch):
             touched.by_sample(i, observer.record(data))
-        _check_whole(model, run, batch)
-        sites = [_site(*args) for args in zip(base.seen, few.seen, touched.inputs, touched.outputs, strict=True)]
+        _check_whole(undisturbed, run, batch)
+        evidence = zip(base.seen, few.seen, touched.inputs, touched.outputs, touched.grads, strict=True)
+        sites = [_site(*args) for args in evidence]
         blueprint = Blueprint(tuple(sites), inconclusive(batch))
     except _Coupled:
-        if _changes_by_itself(model, run, batch):
-            raise UnsupportedModel(
-                "The forward gives something else each time, on the very same batch: it computes with what it changes "
-                "itself (a counter, a cache?), so that nothing can be told about its samples. Change that outside of "
-                "the forward, as a buffer, or hand it over with the batch."
-            ) from None
-        culprit = where_samples_meet(model, run, batch)
-        raise UnsupportedModel(
-            f"Samples are coupled at {culprit}: what one sample holds reaches another. A per-sample gradient, and so "
-            "a bound on one sample's influence, does not exist then. The usual causes are BatchNorm "
-            "(dpscale.fix(model) puts GroupNorm in its place), statistics taken over the batch, and a loss that mixes "
-            "samples or averages over them (use reduction='none')."
-        ) from None
-    with undisturbed(model):
+        raise _refusal(undisturbed, run, batch) from None
+    with undisturbed():
         check_nothing_lost(parameters, trained, blueprint, run, probe)
     return blueprint
+
+
+def _refusal(undisturbed: Undisturbed, run: Callable[[Any], Any], batch: Any, seed: int = 0) -> UnsupportedModel:
+    """Why: samples are coupled, or it only looks so."""
+    if _changes_by_itself(undisturbed, run, batch, seed):
+        return UnsupportedModel(
+            "The forward gives something else each time, on the very same batch: it computes with what it changes "
+            "itself (a counter, a cache?), so that nothing can be told about its samples. Change that outside of "
+            "the forward, as a buffer, or hand it over with the batch."
+        )
+    culprit = where_samples_meet(undisturbed, run, batch, seed)
+    return UnsupportedModel(
+        f"Samples are coupled at {culprit}: what one sample holds reaches another. A per-sample gradient, and so "
+        "a bound on one sample's influence, does not exist then. The usual causes are BatchNorm "
+        "(dpscale.fix(model) puts GroupNorm in its place), statistics taken over the batch, and a loss that mixes "
+        "samples or averages over them (use reduction='none')."
+    )
 
 
 def _require_real(parameters: Mapping[str, Tensor]) -> None:
@@ -107,6 +120,8 @@ class _Touched:
             for s in base.seen
         ]
         self.outputs: list[list[Masks]] = [[_nothing(t) for t in s.outputs] for s in base.seen]
+        self.grads: list[dict[int, Masks]] = [{j: _nothing(s.outputs[j]) for j in s.edges} for s in base.seen]
+        self._rounding = _rounding([s.outputs[j] for s in base.seen for j in s.edges])
 
     def by_losses(self) -> None:
         """What each sample's loss sends a gradient to. The seed is NaN, so that no zero factor hides a path."""
@@ -126,52 +141,98 @@ class _Touched:
     def by_sample(self, i: int, run: Record) -> None:
         """What changed when sample ``i`` did; refuse if that is another sample's output, or a buffer."""
         check_same_operations(run, self.base)
-        for k, (ours, theirs) in enumerate(zip(self.base.seen, run.seen, strict=True)):
+        for k, (s, t) in enumerate(zip(self.base.seen, run.seen, strict=True)):
             for j, masks in enumerate(self.outputs[k]):
-                masks[i] |= differs(ours.outputs[j], theirs.outputs[j])
+                masks[i] |= differs(s.outputs[j], t.outputs[j])
             for j, masks in self.inputs[k].items():
-                masks[i] |= differs(ours.inputs[j], theirs.inputs[j])
+                masks[i] |= differs(s.inputs[j], t.inputs[j])
         for a, b in zip(self.base.outputs, run.outputs, strict=True):
             changed = differs(a, b).flatten(1).any(1) if a.ndim > 1 else differs(a, b)
             others = [j for j in range(len(a)) if j != i] if a.ndim else ...
             if bool(changed[others].any()):
                 raise _Coupled
-        for a, b in zip(self.base.buffers, run.buffers, strict=True):
-            if bool(differs(a, b).any()):
-                raise UnsupportedModel(
-                    "A buffer of the model is updated from the samples (the running statistics of a BatchNorm?): it "
-                    "would carry them out of training without noise. Replace the layer (BatchNorm by GroupNorm), or "
-                    "stop the update."
-                )
+        _check_buffers(self.base.buffers, run.buffers)
+        for (k, j), g in self.base.grads.items():
+            nothing = torch.zeros_like(self.base.seen[k].outputs[j])
+            ours, theirs = (nothing if t is None else t for t in (g, run.grads.get((k, j))))
+            self.grads[k][j][i] |= departs(ours, theirs, self._rounding)
 
 
-def _changes_by_itself(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> bool:
+def _rounding(tensors: list[Tensor]) -> float:
+    """How far, in parts of the largest, rounding may take gradients of the same sample apart: a backward may sum in
+    another order each time, or by another kernel where some sample has a mask."""
+    steps = [torch.finfo(t.dtype).eps for t in tensors]
+    tf32 = any(t.is_cuda and t.dtype in (torch.float32, torch.complex64) for t in tensors)
+    return float(max([0.0, *steps, 2.0**-10 * tf32]) ** 0.5)
+
+
+def _check_buffers(base: list[Tensor], run: list[Tensor]) -> None:
+    """A buffer must not depend on the samples."""
+    if len(base) != len(run) or any(bool(differs(a, b).any()) for a, b in zip(base, run, strict=True)):
+        raise UnsupportedModel(
+            "A buffer of the model is updated from the samples (the running statistics of a BatchNorm?): it "
+            "would carry them out of training without noise. Replace the layer (BatchNorm by GroupNorm), or "
+            "stop the update."
+        )
+
+
+def _changes_by_itself(undisturbed: Undisturbed, run: Callable[[Any], Any], batch: Any, seed: int) -> bool:
     """Whether two runs on the same batch, with the same random numbers, give different results."""
-    pairs = zip(_results(model, run, batch), _results(model, run, batch), strict=True)
+    ours, theirs = (_Plain(undisturbed, run, batch, seed).outputs for _ in range(2))
+    pairs = zip(ours, theirs, strict=True)
     return not all(torch.allclose(a, b, rtol=1e-3, equal_nan=True) for a, b in pairs)
 
 
-def _check_whole(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> None:
-    """What three samples do not show, a coupling that begins with larger batches: the whole batch, one tainted."""
-    tainted = next(data for _, data in taints(batch, batch))
-    for a, b in zip(_results(model, run, batch), _results(model, run, tainted), strict=True):
-        if bool(differs(a[1:], b[1:]).any()):
+def _check_whole(undisturbed: Undisturbed, run: Callable[[Any], Any], batch: Any) -> None:
+    """What three samples do not show, a coupling that begins with larger batches: the whole batch, one tainted.
+
+    What one forward does not show is looked for in later ones, where it draws random numbers or counts in a buffer.
+    """
+    tainted = spoiled(batch)
+
+    def check(seed: int) -> bool:
+        ours, theirs = (_Plain(undisturbed, run, data, seed) for data in (batch, tainted))
+        if any(bool(differs(a[1:], b[1:]).any()) for a, b in zip(ours.outputs, theirs.outputs, strict=True)):
             raise _Coupled
+        _check_buffers(ours.buffers, theirs.buffers)
+        return ours.random or theirs.random
+
+    if not check(0) and not undisturbed.counts:
+        return
+    with undisturbed():
+        for seed in LATER:
+            with Meeting():
+                run(some(batch, SAMPLES))  # for what it counts
+            try:
+                check(seed)
+            except _Coupled:
+                raise _refusal(undisturbed, run, batch, seed) from None
 
 
-def _results(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> list[Tensor]:
-    """What a plain run gives, from the same random numbers each time."""
-    with undisturbed(model), Meeting():  # watched, though nothing is met: no path for evaluation
-        return [t.detach() for t in tree_leaves(run(batch)) if isinstance(t, Tensor)]
+class _Plain:
+    """What a plain run gives, from the same random numbers each time, and whether it drew any."""
+
+    def __init__(self, undisturbed: Undisturbed, run: Callable[[Any], Any], batch: Any, seed: int) -> None:
+        with undisturbed(seed) as drew, Meeting():  # watched, though nothing is met: no path for evaluation
+            self.outputs = [t.detach() for t in tree_leaves(run(batch)) if isinstance(t, Tensor)]
+            self.buffers = [b.clone() for b in undisturbed.model.buffers()]
+            self.random = drew()
 
 
-def _site(seen: Seen, small: Seen, inputs: dict[int, Masks], outputs: list[Masks]) -> Site:
+def _site(seen: Seen, small: Seen, inputs: dict[int, Masks], outputs: list[Masks], grads: dict[int, Masks]) -> Site:
     """What the evidence says about one met call."""
     if not seen.edges:
         return Site(seen.function, "plain")
     if not seen.on_data and not seen.expands(small):
         return Site(seen.function, "shared")
     layouts = {f"out{j}": _layout(seen, seen.outputs[j], small.outputs[j], outputs[j]) for j in seen.edges}
+    for j, masks in grads.items():
+        if not fit([layouts[f"out{j}"]], masks):
+            raise UnsupportedModel(
+                f"Samples are coupled in the backward: the gradient of one sample at {seen.name} depends on another, "
+                "though no loss does. A hook on a tensor or a module, or the backward of a custom autograd function, "
+                "computes with the whole batch. Let it treat each sample apart, or leave it out."
+            )
     if not seen.on_data:
         return Site(seen.function, "expanded", layouts=layouts)
     rule = RULE_OF.get(seen.function)

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from dpscale.engine.functions import PLAIN, kind
+from dpscale.engine.taint import COUNTERS, whole
+
+_NUMBERS = (int, float, complex)
+PLAIN = (*_NUMBERS, str, bytes, type(None))
+_SMALL = 8
+_MOST = 64  # entries of a dictionary or set to look at
+_DEEP = 6  # containers within containers
+_OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +38,9 @@ class Structure:
         kinds: the class of every module, in the order of ``modules()``.
         training: the mode of every module, in the same order.
         constants: buffers, and parameters that are not trained.
+        names: of the constants; one that is None has none.
         attributes: what else the modules hold that a forward may read or ask: numbers, flags and words.
+        flags: what the buffers hold that a forward may ask.
         state: what these depend on. A parameter stands there by its place in memory, which no other can take while
             ``trainable`` or ``constants`` holds it; a buffer likewise.
     """
@@ -40,8 +49,16 @@ class Structure:
     kinds: tuple[type[nn.Module], ...]
     training: tuple[bool, ...]
     constants: tuple[Tensor, ...]
+    names: tuple[str, ...]
     attributes: "Attributes"
+    flags: "Flags"
     state: list[Any]
+
+    def switches(self) -> tuple[Any, ...]:
+        """When this changes, a forward may go another way."""
+        return (
+            self.kinds, self.training, self.attributes.kinds(), self.flags.kinds(), tuple(self.trainable), self.names,
+        )  # fmt: skip
 
 
 _known: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
@@ -54,30 +71,44 @@ def structure(model: nn.Module) -> Structure:
     if known is None or known.state != state:
         parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         kinds, training = zip(*((type(m), m.training) for m in model.modules()), strict=True)
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        constants = (*model.buffers(), *frozen)
-        known = _known[model] = Structure(parameters, kinds, training, constants, Attributes(model), state)
+        frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+        constants = {**dict(model.named_buffers()), **frozen}
+        known = _known[model] = Structure(
+            parameters, kinds, training, tuple(constants.values()), tuple(constants), Attributes(model), Flags(model),
+            state,
+        )  # fmt: skip
     return known
 
 
 class Attributes:
-    """Numbers, flags and words in the attributes of a model's modules, also in tuples and lists; those that were there
-    when it was looked at."""
+    """Numbers, flags and words in the attributes of a model's modules, also in tuples, lists, dictionaries and sets;
+    those that were there when it was looked at."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
+        places = [
             (vars(module), name)
             for module in model.modules()
             for name, value in vars(module).items()
-            if _told(value) is not type(value) and name not in ("training", "_is_full_backward_hook")
+            if name not in _OWN and _told(value) is not type(value)
         ]
+        self._places = sorted(places, key=lambda place: not _plain(place[0][place[1]]))
+        found = [attributes[name] for attributes, name in self._places]
+        self._copies = [copy.deepcopy(value) for value in found if _plain(value)]  # of the first of these places
+        self._told = [_told(value) for value in found]
         self.values = self.now()
         self._kinds = tuple(map(kind, self.values))
 
     def now(self) -> tuple[Any, ...]:
         """Their values. Of what has become something else, its type: tensors are not compared."""
         found = [attributes.get(name) for attributes, name in self._places]
-        return tuple([value if isinstance(value, PLAIN) else _told(value) for value in found])
+        plain = len(self._copies)
+        if not _equal(found[:plain], self._copies):  # all at once, for they hardly ever change
+            for k, value in enumerate(found[:plain]):
+                if not _equal(value, self._copies[k]):
+                    self._told[k] = _told(value)
+                    self._copies[k] = copy.deepcopy(value) if _plain(value) else object()
+        self._told[plain:] = map(_told, found[plain:])
+        return tuple(self._told)
 
     def kinds(self) -> tuple[Any, ...]:
         """What a branch is most likely to ask of them; ``values`` are those that were seen then."""
@@ -85,6 +116,26 @@ class Attributes:
         if values != self.values:
             self.values, self._kinds = values, tuple(map(kind, values))
         return self._kinds
+
+
+class Flags:
+    """Whole numbers and truths that are buffers, each of one element: flags, and counters of steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [b for b in model.buffers() if whole(b)]
+        self._marks: list[Any] = [None] * len(self._buffers)
+        self._kinds: list[Any] = [None] * len(self._buffers)
+
+    def kinds(self) -> tuple[Any, ...]:
+        """What a branch is most likely to ask of them; of one that the forward counts by itself, what it was at first,
+        for the inspection has looked ahead."""
+        for k, b in enumerate(self._buffers):
+            mark = b._version if b.is_cuda else b.item()  # to read from a GPU is to wait for it
+            if mark != self._marks[k]:
+                if self._marks[k] is None or b not in COUNTERS:
+                    self._kinds[k] = kind(b.item())
+                self._marks[k] = mark
+        return tuple(self._kinds)
 
 
 def _state(model: nn.Module) -> list[Any]:
@@ -108,13 +159,48 @@ def _state(model: nn.Module) -> list[Any]:
     return state
 
 
-def _told(value: Any) -> Any:
-    """A value that can be compared: what is none is its type."""
+def _told(value: Any, deep: int = _DEEP) -> Any:
+    """A value that can be compared: what is none is its type. A dictionary is told whatever else is in it."""
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_told, value)) if all(_told(each) is not type(each) for each in value) else type(value)
-    return value if isinstance(value, (*PLAIN, torch.dtype, Enum)) else type(value)
+    if isinstance(value, (*PLAIN, torch.dtype, Enum)):
+        return value
+    if deep and isinstance(value, (tuple, list)):
+        told = tuple([_told(each, deep - 1) for each in value])
+        return told if all(each is not type(own) for each, own in zip(told, value, strict=True)) else type(value)
+    if deep and isinstance(value, dict) and len(value) <= _MOST:
+        return tuple([(_told(name, deep - 1), _told(each, deep - 1)) for name, each in value.items()])
+    if deep and isinstance(value, (set, frozenset)) and len(value) <= _MOST:
+        return frozenset([_told(each, deep - 1) for each in value])
+    return type(value)
+
+
+def _plain(value: Any, deep: int = _DEEP) -> bool:
+    """Whether it is plain, or a container of plain values, so that copies of it can be compared."""
+    if type(value) is dict:
+        value = (*value, *value.values())
+    if type(value) in (tuple, list, set, frozenset):
+        return deep > 0 and all(_plain(each, deep - 1) for each in value)
+    return isinstance(value, PLAIN)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """A tensor, or what has one in it, is equal to nothing."""
+    try:
+        return bool(a == b)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def kind(value: Any) -> Any:
+    """What a branch is most likely to ask of a number: its sign, which small whole one it is. Others are themselves."""
+    if isinstance(value, complex):
+        return value != 0
+    if isinstance(value, int):
+        return max(-_SMALL, min(value, _SMALL))
+    if isinstance(value, (tuple, frozenset)):
+        return type(value)(map(kind, value))
+    return (value > 0, value < 0, value == value) if isinstance(value, float) else value
 
 
 @contextmanager

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from dpscale.engine.calls import as_now, result, tensors_in
 from dpscale.engine.capture import BlueprintMismatch, Meeting
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.taint import FEWER, SAMPLES, some, undisturbed
+from dpscale.engine.taint import FEWER, SAMPLES, Undisturbed, some, torch_states
 
 
 @dataclass
@@ -54,47 +54,40 @@ class Seen:
 class Record:
     """One run: the met calls, the constants made in the likeness of the data, the outputs, the buffers as it left them.
 
-    Those constants are noted by their shapes.
+    Those constants are noted by their shapes. ``grads`` are what a backward from the outputs brings to each output of
+    the met calls, by the numbers of the call and of the output.
     """
 
     seen: list[Seen]
     created: list[torch.Size]
     outputs: list[Tensor]
     buffers: list[Tensor]
+    grads: dict[tuple[int, int], Tensor | None]
 
 
 class Observer:
-    """Records runs of a model; its buffers and the random state are left as they were.
+    """Records runs of a model.
 
     Args:
-        model: the module.
+        undisturbed: of the model, which is left as it was.
         parameters: the trainable parameters, by name.
         run: the computation, from a batch to tensors whose first dimension is the batch.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor], run: Callable[[Any], Any]) -> None:
-        self._model, self._parameters, self._run = model, parameters, run
-        self._saved = [p.detach().clone() for p in parameters.values()]
+    def __init__(self, undisturbed: Undisturbed, parameters: Mapping[str, Tensor], run: Callable[[Any], Any]) -> None:
+        self._undisturbed, self._parameters, self._run = undisturbed, parameters, run
         self._expanded: set[int] = set()  # met calls that repeat a parameter once per sample
         self._sized: set[int] = set()  # created constants that have a row for each sample
 
     def record(self, data: Any) -> Record:
-        """One run; refuse a forward that changes a parameter."""
-        parameters = self._parameters
-        versions = [p._version for p in parameters.values()]
-        with undisturbed(self._model):
-            with _Notes(parameters, data, self._expanded, self._sized) as notes:
+        """One run, forward and backward."""
+        with self._undisturbed():
+            with _Notes(self._parameters, data, self._expanded, self._sized) as notes:
                 out = self._run(data)
-            buffers = [b.clone() for b in self._model.buffers()]
-        for (name, p), version in zip(parameters.items(), versions, strict=True):
-            if p._version != version:
-                for q, old in zip(parameters.values(), self._saved, strict=True):
-                    q.data.copy_(old)
-                raise UnsupportedModel(
-                    f"Parameter {name!r} is changed by the forward itself (an Embedding with max_norm does that): "
-                    "the change would depend on the samples and get no noise. Build the layer without it."
-                )
-        return Record(notes.seen, notes.created, [t for t in tree_leaves(out) if isinstance(t, Tensor)], buffers)
+            outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+            grads = _arriving(notes.seen, outputs)
+            buffers = [b.clone() for b in self._undisturbed.model.buffers()]
+        return Record(notes.seen, notes.created, outputs, buffers, grads)
 
     def compare(self, batch: Any) -> tuple[Record, Record]:
         """Runs on fewer and on all samples of a probe, once it is known what is repeated for each sample."""
@@ -124,6 +117,17 @@ def check_same_operations(a: Record, b: Record) -> None:
             "how many samples there are (a loop over them), so rows cannot be attributed to samples. Make the forward "
             "run the same operations for every batch."
         )
+
+
+def _arriving(seen: list[Seen], outputs: list[Tensor]) -> dict[tuple[int, int], Tensor | None]:
+    """The gradients at the met calls' outputs. The seed is not the same everywhere: a softmax would bring nothing."""
+    edges = {(k, j): edge for k, s in enumerate(seen) for j, edge in s.edges.items()}
+    roots = [t for t in outputs if t.requires_grad]
+    if not edges or not roots:
+        return dict.fromkeys(edges)
+    seeds = [1 + (torch.arange(t.numel(), device=t.device) % 7).view(t.shape).to(t.dtype) / 7 for t in roots]
+    grads = torch.autograd.grad(roots, list(edges.values()), seeds, retain_graph=True, allow_unused=True)
+    return dict(zip(edges, grads, strict=True))
 
 
 def _expansions(base: Record, few: Record, known: set[int]) -> set[int]:
@@ -188,9 +192,9 @@ class _Notes(Meeting):
                 "torch.func, where its operations cannot be told apart by sample. Write that part for a whole batch."
             )
         copies = [t.detach().clone() if isinstance(t, Tensor) and k not in met else t for k, t in enumerate(flat)]
-        before = _random_states()
+        before = torch_states()
         out = func(*args, **kwargs)
-        random = any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True))
+        random = torch_states() != before
         made = result(func, args, out)
         outputs = list(_tensors(made))
         edges = {k: get_gradient_edge(t) for k, t in enumerate(outputs) if t.requires_grad}
@@ -225,8 +229,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 _CREATE = {f"{what}_like" for what in ("zeros", "ones", "empty", "full", "rand", "randn")} | {
     f"new_{what}" for what in ("zeros", "ones", "empty", "full", "tensor")
 }
-
-
-def _random_states() -> list[Tensor]:
-    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *cuda]

@@ -5,20 +5,30 @@ through integers and comparisons, where NaN cannot go). What differs from the un
 sample.
 """
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import candidates, fit
 
 SAMPLES, FEWER = 3, 2
 """Samples in a probe, and in the second probe that shows which dimensions grow with the batch."""
+
+LATER = range(288, 304)
+"""Seeds of the forwards that are looked at where one is not like the next. With 0, their first draws in torch, numpy
+and random leave no gap above 0.16: one of them is in any such part of [0, 1]."""
+
+COUNTERS: Any = WeakTensorKeyDictionary()
+"""Buffers of one whole number or truth that a forward was seen to change by itself, of any model."""
 
 
 class Watch:
@@ -49,6 +59,16 @@ def taints(probe: Any, batch: Any) -> Iterator[tuple[int, Any]]:
         if numbers:  # integers alone cannot be NaN: that version would be the probe itself
             yield i, tree_map(lambda t, i=i: _with_nan(t, i), probe)
         yield i, tree_map(lambda t, whole, i=i: _exchanged(t, whole, i), probe, batch)
+
+
+def spoiled(batch: Any) -> Any:
+    """A batch whose first sample is tainted in either way: its numbers are NaN, what cannot be is another sample's."""
+
+    def first(t: Any) -> Any:
+        number = isinstance(t, Tensor) and t.is_floating_point()
+        return _with_nan(t, 0) if number else _exchanged(t, t, 0)
+
+    return tree_map(first, batch)
 
 
 def inconclusive(batch: Any) -> bool:
@@ -104,21 +124,112 @@ def differs(a: Tensor, b: Tensor) -> Tensor:
     return a.ne(b) & ~(a.isnan() & b.isnan()) if a.is_floating_point() else a.ne(b)
 
 
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Leave buffers and random states as they were; seed the run, so that all draw the same dropout."""
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    saved = [b.clone() for b in model.buffers()]
-    Watch.count += 1
-    try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            torch.manual_seed(0)
-            yield
-    finally:
-        Watch.count -= 1
-        torch.clear_autocast_cache()  # or weights cast here, without a graph, would be taken for the caller's own
-        for b, old in zip(model.buffers(), saved, strict=True):
-            b.data.copy_(old)  # by .data: a graph that saved the buffer may still be walked, and the values are its own
+def departs(a: Tensor, b: Tensor, part: float) -> Tensor:
+    """As `differs`, by more than that part of the largest number in ``a``."""
+    if a.numel() == 0:
+        return differs(a, b)
+    limit = part * a.abs().nan_to_num(0.0, 0.0, 0.0).amax()
+    return differs(a, b) & ~(a - b).abs().le(limit)
+
+
+class Undisturbed:
+    """Runs that leave a model's parameters and buffers, and the random states, as they were.
+
+    It holds a copy of every parameter, and is not to be kept for longer than an inspection.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.counts = False
+        """Whether a run changed a whole number or truth among the buffers."""
+        self._kept = {n: (p, p._version, p.detach().clone()) for n, p in model.named_parameters()}
+
+    @contextmanager
+    def __call__(self, seed: int = 0) -> Iterator[Callable[[], bool]]:
+        """Seeded, so that all runs draw the same dropout; yields what tells whether any random number was drawn.
+
+        Raises:
+            UnsupportedModel: the run changed a parameter.
+        """
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        tables = [m._buffers for m in self.model.modules()]
+        buffers = [{n: (b, None if b is None else b.detach().clone()) for n, b in t.items()} for t in tables]
+        python, numpy = random.getstate(), np.random.get_state()
+        changed: list[str] = []
+        Watch.count += 1
+        try:
+            with torch.random.fork_rng(devices=devices), torch.enable_grad():
+                torch.manual_seed(seed)
+                random.seed(seed)
+                np.random.seed(seed)
+                before = random_states()
+                yield lambda: random_states() != before
+        finally:
+            Watch.count -= 1
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.clear_autocast_cache()  # or weights cast here, without a graph, would be taken for the caller's own
+            for table, old in zip(tables, buffers, strict=True):
+                self._put_back(table, old)
+            changed = self._changed()
+        if changed:
+            raise UnsupportedModel(
+                f"Parameter {changed[0]!r} is changed by the forward itself (an Embedding with max_norm does that, and "
+                "a layer that starts from statistics of its first batch): what it takes from the samples would get no "
+                "noise. Build the layer without it, or change the parameter outside of the forward, from public data "
+                "or from parameters alone."
+            )
+
+    def _put_back(self, table: dict[str, Tensor | None], old: dict[str, tuple[Tensor | None, Tensor | None]]) -> None:
+        """One module's buffers; note which of them count."""
+        now = dict(table.items())  # a scripted module's are no dictionary
+        for name in now.keys() - old.keys():
+            del table[name]
+        for name, (b, value) in old.items():
+            left = now.get(name)
+            if left is not b:
+                table[name] = b
+            if b is None or value is None:
+                continue
+            if left is not None and whole(left) and not torch.equal(left, value):
+                self.counts = COUNTERS[b] = True
+            b.data.copy_(value)  # by .data: a graph that saved the buffer may still be walked, the values are its own
+
+    def _changed(self) -> list[str]:
+        """Names of the parameters that are not what they were, which they are again."""
+        now = dict(self.model.named_parameters())
+        changed = []
+        for name in [*self._kept, *(now.keys() - self._kept.keys())]:
+            p, version, value = self._kept.get(name, (None, 0, None))
+            if now.get(name) is not p:
+                owner, _, own = name.rpartition(".")
+                self.model.get_submodule(owner)._parameters[own] = p
+            elif p is not None and value is not None:
+                if p.shape != value.shape or p.dtype != value.dtype:
+                    p.data = value.clone()
+                elif not torch.equal(p, value):  # NaN is a change: all were finite
+                    p.data.copy_(value)
+                elif p._version == version:
+                    continue
+            changed.append(name)
+        return changed
+
+
+def whole(b: Tensor) -> bool:
+    """Whether a buffer is one whole number or truth: a flag, or a counter."""
+    return b.numel() == 1 and not (b.is_floating_point() or b.is_complex() or b.is_meta)
+
+
+def torch_states() -> list[bytes]:
+    """Of torch's own generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [state.numpy().tobytes() for state in (torch.get_rng_state(), *cuda)]
+
+
+def random_states() -> tuple[Any, ...]:
+    """Of all generators that are nobody's own."""
+    numpy: Any = np.random.get_state()
+    return *torch_states(), random.getstate(), numpy[1].tobytes(), *numpy[2:]
 
 
 def require_finite(model: nn.Module) -> None:
@@ -131,7 +242,7 @@ def require_finite(model: nn.Module) -> None:
             )
 
 
-def where_samples_meet(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> str:
+def where_samples_meet(undisturbed: Undisturbed, run: Callable[[Any], Any], batch: Any, seed: int) -> str:
     """The first operation of any kind at which one sample reaches another's rows, for the error message."""
 
     class Trace(TorchFunctionMode):
@@ -147,15 +258,20 @@ def where_samples_meet(model: nn.Module, run: Callable[[Any], Any], batch: Any) 
 
     def traced(data: Any) -> list[tuple[str, list[Tensor]]]:
         trace = Trace()
-        with undisturbed(model), trace:
+        with undisturbed(seed), trace:
             run(data)
         return trace.calls
 
     probe = some(batch, SAMPLES)
-    few, base = traced(some(batch, FEWER)), traced(probe)
+    few, base, again = traced(some(batch, FEWER)), traced(probe), traced(probe)
     runs = [(i, traced(data)) for i, data in taints(probe, batch)]
+    names = [[name for name, _ in calls] for calls in (base, few, again, *(calls for _, calls in runs))]
+    if any(each != names[0] for each in names):
+        return "the loss"
     for k, (name, outputs) in enumerate(base):
         for j, t in enumerate(outputs):
+            if bool(differs(t, again[k][1][j]).any()):
+                continue  # it changes by itself: a counter
             touched = [torch.zeros_like(t, dtype=torch.bool) for _ in range(SAMPLES)]
             for i, calls in runs:
                 touched[i] |= differs(t, calls[k][1][j])
