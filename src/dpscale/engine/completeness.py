@@ -11,7 +11,7 @@ from dpscale.engine.capture import Blueprint, Capture
 from dpscale.engine.combine import edges, gradients
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.rules.forms import Form
-from dpscale.engine.taint import SAMPLES
+from dpscale.engine.taint import SAMPLES, torch_states
 
 
 def reached(parameters: Mapping[str, Tensor], outputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -51,10 +51,10 @@ def check_nothing_lost(
     Args:
         plain: what `reached` gives for the probe.
     """
-    before = torch.get_rng_state()
+    before = torch_states()
     with Capture(parameters, None, blueprint, SAMPLES) as capture:
         out = run(probe)
-    random = not torch.equal(before, torch.get_rng_state())
+    random = torch_states() != before
     capture.finish()
     roots = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
     wanted: Any = [*edges(capture), *capture.leaves.values()]
