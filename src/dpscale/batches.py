@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpscale.engine.functions import PLAIN
+from dpscale.engine.modules import PLAIN
 
 
 class Batches(Iterator[Any]):
@@ -46,55 +46,54 @@ class Padded:
 
 def _longer(batch: Any, count: int, more: int) -> Any:
     """Whatever in a batch has ``count`` rows, with ``more`` copies of the first."""
-    if isinstance(batch, Tensor):
-        has_rows = batch.ndim > 0 and len(batch) == count
-        if more and batch.ndim > 0 and len(batch) == count + more:
+
+    def longer(rows: Any) -> Any:
+        if not isinstance(rows, Tensor):
+            return type(rows)([*rows, *rows[:1] * more])
+        if more and rows.ndim > 0 and len(rows) == count + more:
             raise ValueError(
-                f"collate_fn has made {len(batch)} rows of {count} samples. Each row counts as a sample, so there must "
+                f"collate_fn has made {len(rows)} rows of {count} samples. Each row counts as a sample, so there must "
                 "be one for each. Put views of a sample into a dimension of their own."
             )
-        return torch.cat([batch, batch[:1].expand(more, *batch.shape[1:])]) if has_rows and more else batch
-    if isinstance(batch, MutableMapping):
-        longer = copy.copy(batch)
-        for name, value in batch.items():
-            longer[name] = _longer(value, count, more)
-        return longer
-    if isinstance(batch, (list, tuple)):
-        if _plain_rows(batch, count):
-            return type(batch)([*batch, *batch[:1] * more])
-        return _like(batch, [_longer(value, count, more) for value in batch])
-    if isinstance(batch, PLAIN):
-        return batch
-    raise ValueError(
-        "collate_fn must return tensors, or tuples, lists and dictionaries of them: only these can be padded. Got "
-        f"{type(batch).__name__} instead. Make that of the batch in the loop."
-    )
+        has_rows = rows.ndim > 0 and len(rows) == count
+        return torch.cat([rows, rows[:1].expand(more, *rows.shape[1:])]) if has_rows and more else rows
+
+    def other(value: Any) -> Any:
+        if isinstance(value, PLAIN):
+            return value
+        raise ValueError(
+            "collate_fn must return tensors, or tuples, lists and dictionaries of them: only these can be padded. Got "
+            f"{type(value).__name__} instead. Make that of the batch in the loop."
+        )
+
+    return _over(batch, count, longer, other)
 
 
 def part_of(batch: Any, part: slice, count: int) -> Any:
     """The rows ``part`` of whatever in a batch has ``count`` of them, lists of plain values included."""
-    if isinstance(batch, Tensor):
-        return batch[part]
+    return _over(batch, count, lambda rows: rows[part], lambda value: value)
+
+
+def _over(batch: Any, count: int, change: Callable[[Any], Any], other: Callable[[Any], Any]) -> Any:
+    """A batch with a change of its tensors and of its lists of ``count`` plain values, and another of what is neither
+    that nor a container."""
+    if isinstance(batch, Tensor) or _plain_rows(batch, count):
+        return change(batch)
     if isinstance(batch, MutableMapping):
-        fewer = copy.copy(batch)
+        changed = copy.copy(batch)
         for name, value in batch.items():
-            fewer[name] = part_of(value, part, count)
-        return fewer
-    if _plain_rows(batch, count):
-        return batch[part]
+            changed[name] = _over(value, count, change, other)
+        return changed
     if isinstance(batch, (list, tuple)):
-        return _like(batch, [part_of(value, part, count) for value in batch])
-    return batch
+        values = [_over(value, count, change, other) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return other(batch)
 
 
 def _plain_rows(batch: Any, count: int) -> bool:
     """Whether it is a list of a plain value for each sample: names, say."""
     listed = isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields")
     return listed and len(batch) == count and all(isinstance(value, PLAIN) for value in batch)
-
-
-def _like(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
 
 class Given:

@@ -45,9 +45,6 @@ class Course:
         parameters: the trainable parameters, which an optimizer updates in place.
     """
 
-    per_sample = False
-    """Whether every sample has a memory of its own, to be asked through `remember`."""
-
     def __init__(self, parameters: Weights) -> None:
         self._now = parameters
 
@@ -64,7 +61,7 @@ class Course:
         return
 
     def remember(self, grads: Mapping[str, Tensor], rows: slice, keep_B: Tensor) -> dict[str, Tensor]:
-        """Per-sample vectors in place of the gradients of the samples ``rows``, for a course with ``per_sample``."""
+        """Per-sample vectors in place of the gradients of the samples ``rows``, for a momentum with ``per_sample``."""
         raise NotImplementedError
 
 
@@ -372,8 +369,6 @@ class _Ahead(_Outer):
 
 class _Averages(Course):
     """Every sample's average, (N, d): made at the first step, when N is known."""
-
-    per_sample = True
 
     def __init__(self, parameters: Weights, gamma: float, directory: str | None) -> None:
         super().__init__(parameters)

@@ -118,6 +118,11 @@ class Private:
         """Steps to account for. A shuffled epoch goes on even if a batch of it is not used."""
         return self._steps_taken if self._plan.sampling.independent else self._used
 
+    @property
+    def _per_sample(self) -> bool:
+        """Whether every sample has a memory of its own."""
+        return self.plan.momentum is not None and self.plan.momentum.per_sample
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "A private run cannot be copied or pickled: two of them would add the same noise to different gradients, "
@@ -161,12 +166,12 @@ class Private:
 
     def _require_places(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> None:
         """Where something is remembered of each sample by its place, the places must stay."""
-        sampling, momentum = self.plan.sampling, self.plan.momentum
-        per_sample = momentum is not None and momentum.per_sample
-        begun = self.steps_taken > 0 if per_sample else self._used % sampling.steps(1) != 0
-        if per_sample:
+        sampling = self.plan.sampling
+        begun = self.steps_taken > 0 if self._per_sample else self._used % sampling.steps(1) != 0
+        if self._per_sample:
+            who = type(self.plan.momentum).__name__
             require(loader.get("collate_fn") is None, "batches", "collate_fn", "left out", "one of yours",
-                    f"{type(momentum).__name__} knows samples by their place, which it could change.")  # fmt: skip
+                    f"{who} knows samples by their place, which it could change.")  # fmt: skip
         elif sampling.independent:
             return
         require(
@@ -250,7 +255,7 @@ class Private:
         self, loss_fn: LossFn, batch: Any, mask: Tensor, points: list[tuple[float, Weights]], rows: slice, keep: bool
     ) -> ScaledSum:
         course, rule = self._course, self.plan.scaling
-        if course is not None and course.per_sample:
+        if course is not None and self._per_sample:
             return per_sample_sum(
                 self.model, loss_fn, batch, rule, mask, lambda grads: course.remember(grads, rows, mask)
             )
@@ -334,8 +339,9 @@ class Private:
             samples, "Pass on every row; the padding is masked inside.",
         )  # fmt: skip
         parameters = self._parameters()
+        overwritten = set(map(id, parameters.values()))
         steered = (p for group in self.optimizer.param_groups for p in group["params"])
-        self._guard.check(p for p in steered if not any(p is q for q in parameters.values()))  # others are overwritten
+        self._guard.check(p for p in steered if id(p) not in overwritten)
         self._tried = True
         return self._drawn.to(device, non_blocking=True), parameters
 

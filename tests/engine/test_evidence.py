@@ -174,49 +174,38 @@ def test_nothing_is_cut_by_a_scripted_function():
     check(Written(silu))
 
 
+class One(nn.Module):
+    """One layer, and what a function makes of it and the inputs."""
+
+    def __init__(self, forward, inputs=3):
+        super().__init__()
+        self.first, self._forward = linear(inputs, 3), forward
+
+    def forward(self, x):
+        return self._forward(self.first, x)
+
+
 def test_a_model_under_vmap_is_refused_in_words():
-    class Mapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = linear(3, 3)
-
-        def forward(self, x):
-            return torch.vmap(lambda one: self.first(one))(x)
-
     with pytest.raises(UnsupportedModel, match=r"torch\.vmap"):
-        check(Mapped())
+        check(One(lambda layer, x: torch.vmap(lambda one: layer(one))(x)))
 
 
 def test_a_loop_over_samples_is_refused_for_what_it_is():
-    class Loop(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = linear(3, 3)
-
-        def forward(self, x):
-            return torch.stack([self.first(one) for one in x])
-
     with pytest.raises(UnsupportedModel, match="how many samples there are"):
-        check(Loop())
+        check(One(lambda layer, x: torch.stack([layer(one) for one in x])))
 
 
 def test_samples_written_into_a_tensor_are_data():
     """Taken for a repeated parameter, the layer's gradients would be right, and formed whole for every sample."""
 
-    class Padded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = linear(4, 2)
+    def padded(layer, x):
+        wide = torch.zeros(len(x), 4, dtype=x.dtype)
+        wide[:, :3] = x
+        return layer(wide)
 
-        def forward(self, x):
-            wide = torch.zeros(len(x), 4, dtype=x.dtype)
-            wide[:, :3] = x
-            return self.first(wide)
-
-    check(model := Padded())
-    found = inspect(
-        model, dict(model.named_parameters()), lambda batch: model(batch[0]).sum(1), (torch.randn(5, 3).double(),)
-    )
+    check(model := One(padded, inputs=4))
+    batch = (torch.randn(5, 3, dtype=torch.float64),)
+    found = inspect(model, dict(model.named_parameters()), lambda batch: model(batch[0]).sum(1), batch)
     assert [site.kind for site in found.sites] == ["rows"]
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from dpscale.engine.modules import PLAIN as PLAIN
-from dpscale.engine.modules import kind, structure
+from dpscale.engine.modules import PLAIN, kind, structure
 
 _MOST = 256  # functions, and entries of containers, to look at
 
