@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from torch.utils.data import TensorDataset
 from dpscale import PSAC, PSASC, Plan, Poisson, diagnostics, privatize
 from dpscale.engine.phases import listening, phase
 from dpscale.lab import (
+    commands,
     compare,
     display,
     figures,
@@ -486,16 +488,36 @@ def test_a_corrupt_record_is_named_with_the_next_action(tmp_path, found, text):
         records.load(tmp_path)
 
 
+def key_of(record):
+    return record.key
+
+
 def test_packed_records_are_the_records(folder, tmp_path):
     path = tmp_path / "results" / "digits.jsonl"
     count = records.pack(folder, path)
     packed = records.load(path)
     both = [*records.load(folder), *records.load(folder / "search")]
-    assert packed == both and count == len(both) == 14
-    assert records.load(path.parent) == both and len(path.read_text(encoding="utf-8").splitlines()) == 14
+    assert sorted(packed, key=key_of) == sorted(both, key=key_of) and count == len(both) == 14
+    assert records.load(path.parent) == packed and len(path.read_text(encoding="utf-8").splitlines()) == 14
     assert records.pack(path, tmp_path / "again.jsonl") == 14
     assert (tmp_path / "again.jsonl").read_bytes() == path.read_bytes()
     assert summary.select(packed) == summary.select(records.load(folder))  # those of the search are no other settings
+
+
+def test_a_search_is_packed_before_any_run_has_followed(folder, tmp_path):
+    under_way, results = tmp_path / "runs" / "digits", tmp_path / "results"
+    shutil.copytree(folder / "search", under_way / "search")
+    commands.report(under_way.parent, pack=results)
+    packed = records.load(results / "digits.jsonl")
+    assert sorted(packed, key=key_of) == sorted(records.load(folder / "search"), key=key_of)
+    (one,) = paper.load(results)
+    assert one.preset == "digits" and not one.records and not one.rows
+    records.pack(folder, results / "digits.jsonl")
+    again = tmp_path / "digits.jsonl"
+    records.pack(folder, again)
+    assert again.read_bytes() == (results / "digits.jsonl").read_bytes()  # whatever came first
+    (tmp_path / "empty" / "search").mkdir(parents=True)
+    assert records.pack(tmp_path / "empty", tmp_path / "none.jsonl") == 0 and not (tmp_path / "none.jsonl").exists()
 
 
 def test_an_empty_file_of_records_is_told(tmp_path):

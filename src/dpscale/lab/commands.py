@@ -138,8 +138,7 @@ def report(
         files["markdown"] = markdown
     if pack:
         for source, one in zip(paper.sources(folder), found, strict=True):
-            if one.records:
-                records.pack(source, pack / f"{one.preset}.jsonl")
+            records.pack(source, pack / f"{one.preset}.jsonl")  # a search too that no run has followed yet
         files["records"] = pack
     if as_json:
         alone = paper.to_dict(found)[0] if len(found) == 1 else {"experiments": paper.to_dict(found)}

@@ -174,7 +174,10 @@ def _loaded(source: Path, like: Record | None) -> Experiment:
     searching = source.is_dir() and (source / "search").is_dir() and not any(source.glob("*.json*"))
     if searching and not records.beside(source).is_file():
         return Experiment(preset=source.name, records=[], rows=[], left=0)
-    chosen, left_out = summary.select(records.load(source), like)
+    found = records.load(source)
+    if all(record.role == "search" for record in found):
+        return Experiment(preset=found[0].config["preset"], records=[], rows=[], left=0)
+    chosen, left_out = summary.select(found, like)
     rows = summary.summarize(chosen)
     most = max(len(row.seeds) for row in rows)
     left = sum(most - len(row.seeds) for row in rows)  # what is known of it: a method that has fewer seeds than others

@@ -131,19 +131,27 @@ def load(source: Path) -> list[Record]:
     A folder's own records are its ``*.json``, one each, its ``*.jsonl``, packed, and those packed `beside` it; those
     of a search lie in its folder ``search``, or packed with the others.
     """
-    if source.suffix == ".jsonl" and source.is_file():
-        found = _unpacked(source)
-    elif source.is_dir():
-        found = [read(path) for path in sorted(source.glob("*.json"))]
-        packed = [*sorted(source.glob("*.jsonl")), *([beside(source)] if beside(source).is_file() else [])]
-        loose = {record.key for record in found}
-        found += [record for path in packed for record in _unpacked(path) if record.key not in loose]
-    else:
+    if not source.is_dir() and not _is_packed(source):
         raise ValueError(f"There is no folder {source}. Run 'dpscale compare digits --out {source}' first.")
+    found = _found(source)
     if not found:
         kind = "folder" if source.is_dir() else "file"
         raise ValueError(f"The {kind} {source} has no records. Run 'dpscale compare digits --out {source}' first.")
     return found
+
+
+def _is_packed(source: Path) -> bool:
+    return source.suffix == ".jsonl" and source.is_file()
+
+
+def _found(source: Path) -> list[Record]:
+    """Every record of a folder or of one packed file; there may be none."""
+    if _is_packed(source):
+        return _unpacked(source)
+    found = [read(path) for path in sorted(source.glob("*.json"))]
+    packed = [*sorted(source.glob("*.jsonl")), *([beside(source)] if beside(source).is_file() else [])]
+    loose = {record.key for record in found}
+    return found + [record for path in packed for record in _unpacked(path) if record.key not in loose]
 
 
 def beside(folder: Path) -> Path:
@@ -152,14 +160,17 @@ def beside(folder: Path) -> Path:
 
 
 def pack(folder: Path, path: Path) -> int:
-    """Write the records of ``folder``, its search included, into one file, a line each; return how many.
+    """Write the records of ``folder``, its search included, into one file, a line each; return how many it has.
 
     What the file has already stays there, unless the folder has another record of the same run.
     """
-    found = load(folder) + (load(folder / "search") if (folder / "search").is_dir() else [])
+    found = _found(folder) + _found(folder / "search")
+    if not found:
+        return 0
     kept = {record.key: record for record in _unpacked(path)} if path.is_file() else {}
     found = list((kept | {record.key: record for record in found}).values())
-    found.sort(key=lambda record: (record.role, record.method, record.seed, record.key))
+    # Not by key, which another release may make of other parts: what was packed before stays in its line.
+    found.sort(key=lambda record: (record.role, record.method, record.seed, sorted(record.choice.items()), record.key))
     lines = (json.dumps(r.to_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":")) for r in found)
     write(path, "".join(f"{line}\n" for line in lines))
     return len(found)
