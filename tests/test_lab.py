@@ -753,9 +753,9 @@ def test_a_step_is_compiled_once_for_all_runs_that_take_it():
         job("dp-psasc-star", choice=Choice(rate=0.1, K0=2, gamma0=0.9)),
     ]
     chosen = compare.kinds(jobs)
-    assert [compare.step_of(one)[1] for one in chosen] == [3, 2, 1, 1, 1]
-    assert len({compare.step_of(one)[0] for one in chosen}) == 3
-    assert len({compare.step_of(one) for one in jobs if one.method != "non-private"}) == len(chosen)
+    assert [compare.step_of(one)[1] for one in chosen] == [3, 2, 1, 1, 1, 1]
+    assert len({compare.step_of(one)[0] for one in chosen}) == 4  # plain steps are compiled too
+    assert len({compare.step_of(one) for one in jobs}) == len(chosen)
 
 
 def test_nobody_listens_once_the_bars_of_all_experiments_are_gone(found, capsys):
@@ -1389,6 +1389,41 @@ def test_an_interrupt_ends_the_processes_at_once(error):
 def test_a_seeded_run_says_what_its_seed_means():
     statement = runner.run(job("dp-sgd", seed=3)).statement
     assert "come from the seed 3" in statement and "Whoever knows a seed can take the noise away" in statement
+
+
+@pytest.mark.parametrize(("drawn", "rows"), [(0, 4), (3, 4), (4, 4), (9, 4), (9, 1), (9, None)])
+def test_a_plain_batch_goes_through_in_parts_of_one_size(drawn, rows):
+    chosen = torch.arange(100, 100 + drawn)
+    parts = list(runner._parts(chosen, rows))
+    assert {len(part) for part, _ in parts} == {rows or drawn} and len(parts) == (
+        math.ceil(drawn / rows) or 1 if rows else 1
+    )
+    kept = torch.cat([part[there == 1] for part, there in parts])
+    assert torch.equal(kept, chosen) and sum(there.sum().item() for _, there in parts) == drawn
+
+
+def test_plain_training_does_not_depend_on_its_parts():
+    whole, parts = (
+        runner.run(job("non-private", config=TINY.replace(epochs=1, micro_batch=rows), rate=0.5)) for rows in (None, 7)
+    )
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-4)
+    assert parts.curves["train_loss"] == pytest.approx(whole.curves["train_loss"], rel=1e-4)
+
+
+def test_an_empty_plain_batch_moves_nothing(monkeypatch):
+    """Momentum goes on, as in a private step, and the loss of no sample is none."""
+    config = TINY.replace(epochs=1)
+    data = runner.load(config, "final")
+    monkeypatch.setattr(Poisson, "draws", lambda self, _: iter([np.arange(8), np.arange(0)]))
+    monkeypatch.setattr(Poisson, "steps", lambda self, _: 2)
+    model = runner._model(config, 0, data)
+    weights, losses = [nn.utils.parameters_to_vector(model.parameters()).detach().clone()], []
+    for step in runner._train_plain(model, job("non-private", config=config.replace(micro_batch=4)), data):
+        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+        losses.append(step.loss.item())
+    first, second = weights[1] - weights[0], weights[2] - weights[1]
+    assert first.norm() > 0 and torch.allclose(second, 0.9 * first, rtol=1e-3, atol=1e-7)
+    assert math.isfinite(losses[0]) and math.isnan(losses[1])
 
 
 @pytest.mark.parametrize(("momentum", "kept"), [("heavy-ball", 0.9), ("inner-outer", 0.9), ("disk", 0), ("none", 0)])

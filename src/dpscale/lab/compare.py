@@ -248,15 +248,15 @@ class _Batch:
 
 
 def step_of(job: Job) -> Any:
-    """What a run's compiled step depends on: its rule's formula and the number of points; None if it is not private."""
+    """What a run's compiled step depends on: its rule's formula, None without one, and the number of points."""
     method = METHODS[job.method]
     rule, momentum = method.scaling(job.config), method.momentum_of(job.config, job.choice)
-    return None if rule is None else (formula_of(rule), 1 if momentum is None else momentum.evaluations)
+    return (None, 1) if rule is None else (formula_of(rule), 1 if momentum is None else momentum.evaluations)
 
 
 def kinds(jobs: Sequence[Job]) -> list[Job]:
     """One run of each kind of step, those of most points first: they take longest to compile."""
-    found = {step_of(job): job for job in jobs if step_of(job) is not None}
+    found = {step_of(job): job for job in jobs}
     return [found[step] for step in sorted(found, key=lambda step: -step[1])]
 
 

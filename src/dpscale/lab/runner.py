@@ -129,12 +129,10 @@ def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Reco
 
 
 def rehearse(job: Job) -> None:
-    """Take the first step of a private run, which compiles it, and forget the run: the compiler keeps it on disk."""
+    """Take the first step of a run, which compiles it, and forget the run: the compiler keeps it on disk."""
     with _exact_products():
         data = load(job.config, job.role)
-        plan = _plan(job, METHODS[job.method], data)
-        assert plan is not None
-        next(_train_private(_model(job.config, job.seed, data), plan, job, data, _Watch()))
+        next(_steps(_model(job.config, job.seed, data), job, data, _plan(job, METHODS[job.method], data), _Watch()))
 
 
 @contextmanager
@@ -161,7 +159,7 @@ def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
     watch = _Watch()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.average)) if config.average else None
     measured: nn.Module = model if average is None else average.module
-    steps = _train_plain(model, job, data, ends[-1]) if plan is None else _train_private(model, plan, job, data, watch)
+    steps = _steps(model, job, data, plan, watch)
     curves: dict[str, list[float | None]] = {"epoch": [], "train_loss": [], "accuracy": []}
     every = len(ends) if job.role == "search" else math.ceil(len(ends) / _MEASURED)  # of a try nobody sees the curve
     accuracy: float | None = None
@@ -248,10 +246,10 @@ def evaluate(model: nn.Module, data: Data, config: Config) -> tuple[float, float
     return right / len(data.test_labels), loss / len(data.test_labels)
 
 
-_MEASURED = 20
+_MEASURED = 10
 """A run is measured so many times at most: Imagenette is 9,469 images to train on and 3,925 to measure on."""
 
-_EVALUATED = 40_000_000
+_EVALUATED = 6_000_000
 """Numbers of input that are evaluated at once."""
 
 
@@ -359,6 +357,10 @@ def _losses_of(config: Config) -> LossFn:
     return losses
 
 
+def _steps(model: nn.Module, job: Job, data: Data, plan: Plan | None, watch: _Watch) -> Iterator[_Step]:
+    return _train_plain(model, job, data) if plan is None else _train_private(model, plan, job, data, watch)
+
+
 def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data, watch: _Watch) -> Iterator[_Step]:
     optimizer, losses, parameters = _optimizer(model, job), _losses_of(job.config), trainable(model)
     assert plan.steps is not None
@@ -391,21 +393,39 @@ def _mean_gradient(
     return dict(zip(weights, grads, strict=True))
 
 
-def _train_plain(model: nn.Module, job: Job, data: Data, steps: int) -> Iterator[_Step]:
+def _train_plain(model: nn.Module, job: Job, data: Data) -> Iterator[_Step]:
     """Plain PyTorch on the batches that a private run of the same seed draws, divided by the same constant."""
     gamma1 = job.config.constants(job.choice)["gamma1"]
     heavy = 1 - gamma1 if job.config.momentum in OUTER else 0.0  # torch's momentum is the same heavy ball
     optimizer, sampling = _optimizer(model, job, heavy), _sampling(job.config, data.size)
+    steps = sampling.steps(job.config.trained(job.role))
     losses, schedule = _losses_of(job.config), _schedule(optimizer, job.config, steps)
+    if data.train_labels.is_cuda:
+        losses = torch.compile(losses, dynamic=False)
     draws = sampling.draws(Key(job.seed).generator("sampling"))
     for _ in range(steps):
         chosen = torch.from_numpy(next(draws)).to(data.train_labels.device)
-        each = losses(model, (data.train_images[chosen], data.train_labels[chosen]))
         optimizer.zero_grad()
-        (each.sum() / sampling.batch).backward()
+        seen = []
+        for rows, drawn in _parts(chosen, _rows(job.config, data)):
+            each = losses(model, (data.train_images[rows], data.train_labels[rows])) * drawn
+            (each.sum() / sampling.batch).backward()
+            seen.append(each.detach().sum())
         optimizer.step()
         schedule.step()
-        yield _Step(loss=each.detach().mean())
+        yield _Step(loss=torch.stack(seen).sum() / len(chosen))
+
+
+def _parts(chosen: Tensor, rows: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """A batch in parts of so many rows, the last one padded, with 1 for each row that was drawn; None: all of it.
+
+    An empty batch has one part, of padding alone: its gradient is 0.
+    """
+    rows = len(chosen) if rows is None else rows
+    for begin in range(0, max(1, len(chosen)), max(1, rows)):
+        part = chosen[begin : begin + rows]
+        drawn = torch.arange(rows, device=chosen.device) < len(part)
+        yield nn.functional.pad(part, (0, rows - len(part))), drawn.float()
 
 
 def _mean(values: list[Tensor]) -> float | None:
