@@ -1,5 +1,6 @@
 """The lab on tiny settings: data, presets, records, comparison, figures, report."""
 
+import contextlib
 import copy
 import dataclasses
 import io
@@ -9,7 +10,10 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
+import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -39,6 +43,7 @@ from dpscale.lab import (
     summary,
     terminal,
 )
+from dpscale.lab.claims import Claims
 from dpscale.lab.data import digits, hold_out, load
 from dpscale.lab.datasets.folder import DataError
 from dpscale.lab.presets import METHODS, Choice
@@ -684,9 +689,9 @@ def test_a_deadline_in_the_past_begins_nothing(tmp_path):
 @pytest.mark.parametrize(("runs", "final"), [(1, 0), (5, 1)])
 def test_after_a_deadline_the_same_call_runs_the_rest_and_nothing_twice(tmp_path, monkeypatch, runs, final):
     config, methods = TINY.replace(epochs=1, diagnostics=False), presets.methods("dp-sgd,psac-r-over-s")
-    ran, clock = [], iter(range(1000))
+    ran = []
     monkeypatch.setattr(compare, "run", lambda job: ran.append(job) or runner.run(job))
-    monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=lambda: len(ran)))  # a run takes a second
     cut = compare.compare(config, methods, [0], tmp_path, workers=1, deadline=runs)
     assert len(ran) == runs and (len(cut.records), cut.left) == (final, 6 - runs)
     whole = compare.compare(config, methods, [0], tmp_path, workers=1)
@@ -1345,16 +1350,44 @@ def test_numbers_that_no_run_can_give_are_refused(found, tmp_path, poison, told)
         records.load(tmp_path / "digits.jsonl")
 
 
+def jobs_of(done):
+    """The jobs that these records are of, and a run that gives them."""
+    jobs = [job(one.method, config=TINY, seed=one.seed, choice=Choice.of(one.choice)) for one in done]
+    return jobs, {(one.method, one.seed): one for one in done}
+
+
+def batch_in(out, workers, finished=None):
+    told = (lambda _: None) if finished is None else finished.append
+    return compare._Batch(out=out, total=4, on_finished=told, workers=workers, deadline=None)
+
+
+class Later:
+    """A pool whose runs are done when somebody waits for them, in the order that they were submitted in."""
+
+    def __init__(self, monkeypatch):
+        self.under_way, self.most = [], 0
+        monkeypatch.setattr(compare, "wait", self.wait)
+
+    def submit(self, function, one):
+        self.under_way.append((Future(), function, one))
+        self.most = max(self.most, len(self.under_way))
+        return self.under_way[-1][0]
+
+    def wait(self, futures, return_when):
+        if not futures:
+            return SimpleNamespace(done=set())
+        future, function, one = self.under_way.pop(0)
+        try:
+            future.set_result(function(one))
+        except Exception as error:
+            future.set_exception(error)
+        return SimpleNamespace(done={future})
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_another_process_has_recorded_meanwhile_is_not_run_again(workers, folder, tmp_path, monkeypatch):
-    done = {(record.method, record.seed): record for record in records.load(folder)}
+    jobs, done = jobs_of(records.load(folder))
     begun, finished = [], []
-
-    class Pool:
-        def submit(self, function, job):
-            future = Future()
-            future.set_result(function(job))
-            return future
 
     def run(job):
         begun.append((job.method, job.seed))
@@ -1363,12 +1396,151 @@ def test_what_another_process_has_recorded_meanwhile_is_not_run_again(workers, f
         return done[begun[-1]]
 
     monkeypatch.setattr(compare, "run", run)
-    batch = compare._Batch(out=tmp_path, total=4, on_finished=finished.append, workers=workers, deadline=None)
-    jobs = [
-        job(record.method, config=TINY, seed=record.seed, choice=Choice.of(record.choice)) for record in done.values()
-    ]
-    assert len(jobs) > 2 and len(batch.run(jobs, None if workers == 1 else Pool())) == len(jobs)
+    batch = batch_in(tmp_path, workers, finished)
+    assert len(jobs) > 2 and len(batch.run(jobs, compare._Here())) == len(jobs)
     assert begun == [(jobs[0].method, jobs[0].seed)] and batch.done == len(finished) == len(jobs)
+
+
+CLAIM = """
+import sys, time
+from pathlib import Path
+from dpscale.lab.claims import Claims
+claims = Claims(Path(sys.argv[1]))
+print(claims.take(sys.argv[2]), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def claimed_elsewhere(out, key):
+    """Another process has the run, until it is told to end."""
+    command = [sys.executable, "-c", CLAIM, str(out), key]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "True\n"
+        yield other
+        other.stdin.close()
+
+
+def test_a_claim_is_one_process_s_until_it_ends(tmp_path):
+    claims = Claims(tmp_path / "new")
+    with claimed_elsewhere(tmp_path / "new", "0123456789ab"):
+        assert not claims.take("0123456789ab")
+        assert claims.take("0123456789ac") and claims.take("ffffffffffff")
+    assert claims.take("0123456789ab")
+    ours = [sys.executable, "-c", CLAIM, str(tmp_path / "new"), "0123456789ac"]
+
+    def theirs():
+        return subprocess.run(ours, input="", capture_output=True, text=True, check=True).stdout
+
+    assert theirs() == "False\n"
+    claims.leave("0123456789ac")
+    assert theirs() == "True\n"
+    claims.close()
+    assert Claims(tmp_path / "nowhere").close() is None and not (tmp_path / "nowhere").exists()  # nothing was taken
+
+
+def test_a_run_that_another_process_has_under_way_is_waited_for(folder, tmp_path, monkeypatch):
+    jobs, done = jobs_of(records.load(folder))
+    ran, looks = [], []
+    monkeypatch.setattr(compare, "run", lambda job: ran.append(job) or done[job.method, job.seed])
+    with claimed_elsewhere(tmp_path, compare._key(jobs[0])) as other:
+
+        def sleep(seconds):
+            assert len(ran) == len(jobs) - 1  # all others come first
+            looks.append(seconds)
+            if len(looks) == 2:
+                done[jobs[0].method, jobs[0].seed].save(tmp_path)
+                other.stdin.close()
+                other.wait()
+
+        monkeypatch.setattr(compare.time, "sleep", sleep)
+        found = batch_in(tmp_path, 1).run(jobs, compare._Here())
+    assert len(looks) == 2 and len(ran) == len(jobs) - 1 and len(found) == len(jobs)
+
+
+def test_the_run_of_a_process_that_died_is_done_here(folder, tmp_path, monkeypatch):
+    jobs, done = jobs_of(records.load(folder))
+    ran = []
+    monkeypatch.setattr(compare, "run", lambda job: ran.append(job) or done[job.method, job.seed])
+    with claimed_elsewhere(tmp_path, compare._key(jobs[0])) as other:
+        monkeypatch.setattr(compare.time, "sleep", lambda _: other.kill() or other.wait())
+        batch_in(tmp_path, 1).run(jobs, compare._Here())
+    assert [(one.method, one.seed) for one in ran][-1] == (jobs[0].method, jobs[0].seed) and len(ran) == len(jobs)
+
+
+def test_nobody_waits_for_another_process_beyond_the_deadline(folder, tmp_path, monkeypatch):
+    jobs, _ = jobs_of(records.load(folder)[:1])
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(compare, "time", clock)
+    batch = compare._Batch(out=tmp_path, total=1, on_finished=lambda _: None, workers=1, deadline=5.0)
+    with claimed_elsewhere(tmp_path, compare._key(jobs[0])):
+        assert batch.run(jobs, compare._Here()) == [] and batch.done == 0
+    assert now[0] >= 5.0
+
+
+def test_runs_that_do_not_fit_together_go_one_by_one(folder, tmp_path, monkeypatch, caplog):
+    jobs, done = jobs_of(records.load(folder))
+    pool, tried = Later(monkeypatch), []
+
+    def run(job):
+        tried.append((job.method, job.seed))
+        if len(pool.under_way) >= 1:  # another one is there
+            raise torch.OutOfMemoryError("no memory")
+        return done[tried[-1]]
+
+    monkeypatch.setattr(compare, "run", run)
+    found = batch_in(tmp_path, 3).run(jobs, pool)
+    assert len(found) == len(jobs) > 3 and pool.most == 3
+    assert "2 runs at once" in caplog.text and caplog.text.count("one run at a time") == 1
+    assert {path.name for path in tmp_path.glob("*.json")} == {path.name for path in folder.glob("*.json")}
+
+
+def test_a_run_that_does_not_fit_alone_is_told(folder, tmp_path, monkeypatch):
+    jobs, _ = jobs_of(records.load(folder))
+
+    def run(job):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(compare, "run", run)
+    with pytest.raises(ValueError, match=r"The GPU has no memory for this run.*micro_batch"):
+        batch_in(tmp_path, 2).run(jobs, Later(monkeypatch))
+
+
+def test_an_error_loses_nothing_that_is_under_way(folder, tmp_path, monkeypatch):
+    jobs, done = jobs_of(records.load(folder))
+    ran = []
+
+    def run(job):
+        ran.append(job)
+        if len(ran) == 1:
+            raise RuntimeError("broken")
+        return done[job.method, job.seed]
+
+    monkeypatch.setattr(compare, "run", run)
+    with pytest.raises(RuntimeError, match="broken"):
+        batch_in(tmp_path, 3).run(jobs, Later(monkeypatch))
+    assert len(ran) == 3 < len(jobs)  # the two beside it, and none after it
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def test_memory_is_free_again_after_a_run_that_had_not_enough(monkeypatch):
+    freed, alive = [], []
+
+    class Large:
+        pass
+
+    def run(job):
+        large = Large()
+        alive.append(weakref.ref(large))
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compare.torch.cuda, "empty_cache", lambda: freed.append(alive[0]() is None))
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        compare._attempt(job("dp-sgd"))
+    assert freed == [True]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

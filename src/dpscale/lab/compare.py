@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, as_completed, wait
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from dpscale.checks import require
 from dpscale.engine.compiled import formula_of
 from dpscale.engine.phases import phase
 from dpscale.lab import models, records, runner
+from dpscale.lab.claims import Claims
 from dpscale.lab.data import checksums
 from dpscale.lab.presets import METHODS, Choice, Config, Method, searched
 from dpscale.lab.provenance import installed_versions
@@ -125,7 +127,7 @@ def _room(config: Config) -> int:
 
 
 def _search(
-    config: Config, sources: Sequence[Method], planned: "_Batch", pool: Executor | None, command: str
+    config: Config, sources: Sequence[Method], planned: "_Batch", pool: Executor, command: str
 ) -> tuple[dict[str, Choice], dict[str, dict[str, Any]]]:
     """The best choice of every method whose tries are all done, and for the records how it was found."""
     jobs = [
@@ -162,6 +164,26 @@ def _search(
     return chosen, found
 
 
+def _attempt(job: Job) -> Record:
+    """The run, after which its memory is free for others, also if there was not enough of it."""
+    try:
+        return run(job)
+    except torch.OutOfMemoryError as error:
+        told = str(error)  # the error itself holds on to what was computed
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    raise torch.OutOfMemoryError(told)
+
+
+def _at_once(workers: int) -> str:
+    return "one run at a time" if workers == 1 else f"{workers} runs at once"
+
+
+_PATIENCE = 1.0
+"""Seconds between two looks at runs that another process has under way."""
+
+
 class _Batch:
     """Runs jobs that have no record yet and saves each record as it comes."""
 
@@ -177,7 +199,7 @@ class _Batch:
         packed = records.beside(out)
         self.packed = {record.key: record for record in records.load(packed)} if packed.is_file() else {}
 
-    def run(self, jobs: Sequence[Job], pool: Executor | None) -> list[Record]:
+    def run(self, jobs: Sequence[Job], pool: Executor) -> list[Record]:
         found, missing = [], []
         self.here = checksums(jobs[0].config.data) if jobs else None  # all are of one experiment
         for job in jobs:
@@ -210,34 +232,56 @@ class _Batch:
         record.save(_folder(self.out, record.role))
         return record
 
-    def _execute(self, jobs: Sequence[Job], pool: Executor | None) -> Iterator[Record]:
-        """Run and save; just before a run is begun, what another process has recorded meanwhile is taken instead."""
+    def _execute(self, jobs: Sequence[Job], pool: Executor) -> Iterator[Record]:
+        """Run and save. What another process has under way comes last, and its record is taken when it is there.
+
+        After an error no run is begun any more, and those under way are finished.
+        """
         if self.noise_multiplier is None and any(METHODS[job.method].rule for job in jobs):
             self.noise_multiplier = calibrate(jobs[0].config)
         jobs = [replace(job, noise_multiplier=self.noise_multiplier or 0.0) for job in jobs]
-        if pool is None:
-            yield from (self._known(job) or self._saved(run(job)) for job in jobs if self._in_time())
-            return
-        if torch.cuda.is_available() and self._in_time():
+        if self.workers > 1 and torch.cuda.is_available() and self._in_time():
             compile_ahead([job for job in kinds(jobs) if step_of(job) not in self.compiled])
             self.compiled |= {step_of(job) for job in jobs}
-        ready = iter(jobs)
-        under_way: set[Future[Record]] = set()
+        waiting, under_way = deque(jobs), dict[Future[Record], Job]()
+        claims, failure = Claims(self.out), None
         try:
             while True:
-                while len(under_way) < self.workers and self._in_time() and (job := next(ready, None)) is not None:
-                    if (known := self._known(job)) is not None:
+                elsewhere = 0
+                while len(under_way) < self.workers and elsewhere < len(waiting) and not failure and self._in_time():
+                    job = waiting.popleft()
+                    if not claims.take(_key(job)):
+                        waiting.append(job)
+                        elsewhere += 1
+                    elif (known := self._known(job)) is not None:
+                        claims.leave(_key(job))
                         yield known
                     else:
-                        under_way.add(pool.submit(run, job))
+                        under_way[pool.submit(_attempt, job)] = job
                 if not under_way:
-                    return
-                finished, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    yield self._saved(future.result())
+                    if not waiting or failure or not self._in_time():
+                        break
+                    time.sleep(_PATIENCE)
+                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    job, error = under_way.pop(future), future.exception()
+                    if error is None:
+                        yield self._saved(future.result())
+                    elif isinstance(error, torch.OutOfMemoryError) and self.workers > 1:
+                        self.workers -= 1
+                        log.warning("dpscale: %s ran out of memory; from now on %s", job.method, _at_once(self.workers))
+                        waiting.appendleft(job)
+                    else:
+                        failure = failure or error
+                    claims.leave(_key(job))
         finally:
+            claims.close()
             for future in under_way:
                 future.cancel()
+        if isinstance(failure, torch.OutOfMemoryError):
+            action = "Free it of other processes, or go through batches in smaller parts: --set micro_batch=16"
+            raise ValueError(f"The GPU has no memory for this run. {action}") from failure
+        if failure:
+            raise failure
 
     def _saved(self, record: Record) -> Record:
         record.save(_folder(self.out, record.role))
@@ -326,15 +370,27 @@ def _start_worker(compiling: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle, and to report once
 
 
+class _Here(Executor):
+    """Runs what is submitted at once, in this process."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(function(*args, **options))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
 @contextlib.contextmanager
-def _pool(workers: int) -> Iterator[Executor | None]:
-    """Processes with one thread each; None, to stay in this one (also with one thread), for one worker."""
+def _pool(workers: int) -> Iterator[Executor]:
+    """Processes with one thread each; one worker stays in this process, with one thread too."""
     require(workers >= 1, "compare", "workers", "an integer >= 1", workers)
     if workers == 1:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            yield None
+            yield _Here()
         finally:
             torch.set_num_threads(threads)
         return
