@@ -22,8 +22,6 @@ from ..helpers import loss_fn as cross_entropy
 from .cases import SCALINGS, loss_fn
 from .test_models import Flattened, build
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
 
 @pytest.mark.parametrize("name", ["flattened", "tied-language-model", "raw-parameters", "conv-per-frame"])
 def test_equals_eager(name):

@@ -168,7 +168,7 @@ def test_nothing_is_cut_on_the_way(name, samples):
     check(MODELS[name](), samples)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_nothing_is_cut_by_a_scripted_function():
     silu = torch.jit.script(_silu)
     check(Written(silu))

@@ -1,6 +1,8 @@
 """torch's own compiler, for a traced step: what it must not leave out, and what it had better write down once."""
 
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,20 @@ whatever else goes over the entries without padding; of these it writes each int
 
 def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     """torch's own compiler."""
+    with _parts_of_torch_to_themselves():
+        return _inductor(graph, inputs)
+
+
+@contextmanager
+def _parts_of_torch_to_themselves() -> Iterator[None]:
+    """What one part of torch warns another of is of no use to anybody else."""
+    with warnings.catch_warnings():
+        for kind in (FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=kind, module=r"torch\.")
+        yield
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx  # slow to import, and eager users never need it
     from torch._inductor.decomposition import select_decomp_table
 
