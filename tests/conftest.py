@@ -12,10 +12,13 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where models and data of the tests lie: cpu, or cuda")
     parser.addoption("--compiled", action="store_true", help="run what takes torch's compiler an hour, and only that")
 
 
 def pytest_configure(config):
+    if config.getoption("--device") != "cpu":
+        torch.set_default_device(config.getoption("--device"))
     config.addinivalue_line("markers", "compiled: only with --compiled (make test-compiled)")
 
 

@@ -8,11 +8,13 @@ from typer.testing import CliRunner
 import dpscale
 from dpscale import cli
 
+from .seeding import seeded
+
 SIZE = 60
 
 
 def data(size=SIZE, dtype=torch.float32):
-    g = torch.Generator().manual_seed(0)
+    g = seeded(0)
     return TensorDataset(torch.randn(size, 4, generator=g, dtype=dtype), torch.randint(0, 3, (size,), generator=g))
 
 

@@ -8,6 +8,7 @@ import dpscale
 from dpscale.fix import fix
 
 from .engine.cases import check_equal
+from .seeding import seeded
 
 
 class Net(nn.Module):
@@ -22,7 +23,7 @@ class Net(nn.Module):
 
 
 def images(samples=4):
-    return (torch.randn(samples, 2, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
+    return (torch.randn(samples, 2, 4, 4, generator=seeded(0), dtype=torch.float64),)
 
 
 def test_it_says_what_it_changed_and_the_engine_takes_the_model():

@@ -19,6 +19,7 @@ from .engine.cases import SCALINGS, check_equal
 from .engine.families import FAMILIES, gpt2, language_loss, lora, make, text
 from .engine.test_models import Flattened, RawParameters, TiedLanguageModel, Twice
 from .helpers import SIZE, data, loss_fn, mlp, plan, private, train, vector
+from .seeding import seeded
 
 
 def test_trap_01_noise_and_scaling_read_one_bound():
@@ -202,7 +203,7 @@ def test_trap_20_a_forward_without_a_backward_does_no_harm():
         for x, y in one.batches(data()):
             losses = loss_fn(model, (x, y))
             if disturbed:
-                model(torch.randn(7, 4, generator=torch.Generator().manual_seed(0)))
+                model(torch.randn(7, 4, generator=seeded(0)))
                 model(x * 2).sum()
                 with torch.no_grad():
                     model(x)

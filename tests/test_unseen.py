@@ -20,6 +20,7 @@ from dpscale.engine.compiled import Fast
 from dpscale.engine.observation import Observer
 
 from .helpers import data, loss_fn, mlp, private
+from .seeding import seeded
 
 RULE = dpscale.Clip(C=1.0)
 X, Y = data().tensors
@@ -345,7 +346,7 @@ def test_coupling_in_the_backward_alone_is_refused(where, tokens, how):
     model = Back(where, lambda h: 1 / h.abs().mean())
     if tokens:
         model.first = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 5))
-        x = torch.randint(0, 9, (60, 3), generator=torch.Generator().manual_seed(0))
+        x = torch.randint(0, 9, (60, 3), generator=seeded(0))
     dataset = torch.utils.data.TensorDataset(x, Y) if tokens else data()
     run = private(model)
     with pytest.raises(dpscale.UnsupportedModel, match=r"coupled in the backward.*\(parameter.*hook"):

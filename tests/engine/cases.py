@@ -25,6 +25,8 @@ from dpscale.engine.rules.matmul import AddMM, MatMul
 from dpscale.engine.rules.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from dpscale.engine.rules.transposed import TransposedConvolution
 
+from ..seeding import seeded
+
 SCALINGS = [
     dpscale.Clip(C=0.3),
     dpscale.AutoS(C=0.5, r=0.01),
@@ -73,7 +75,7 @@ class Doubled(nn.Module):
 
 def wrap(draw: Any, model: nn.Module) -> nn.Module:
     """Randomize, freeze some parameters, perhaps use the model twice, perhaps make its input strided."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    generator = seeded(draw(st.integers(0, 2**16)))
     for p in model.parameters():
         p.data = torch.randn(p.shape, generator=generator, dtype=p.dtype)
     parameters = list(model.parameters())
@@ -85,7 +87,7 @@ def wrap(draw: Any, model: nn.Module) -> nn.Module:
 
 
 def randn(draw: Any, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    generator = seeded(draw(st.integers(0, 2**16)))
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
@@ -228,7 +230,7 @@ def embeddings(draw: Any) -> Case:
     padding = draw(st.one_of(st.none(), st.integers(-table, table - 1)))
     model = nn.Sequential(nn.Embedding(table, width, padding_idx=padding), nn.Linear(width, 2)).double()
     model = wrap(draw, model)
-    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    seed = seeded(draw(st.integers(0, 2**16)))
     index = torch.randint(0, table, (draw(BATCHES), length), generator=seed)
     return Case(model.inner if isinstance(model, Strided) else model, (index,))
 
@@ -266,7 +268,7 @@ def bags(draw: Any) -> Case:
     bag = nn.EmbeddingBag(table, width, mode=mode, padding_idx=padding, include_last_offset=last).double()
     inner = Bags(bag, ragged, mode == "sum" and draw(st.booleans()))
     model = wrap(draw, nn.Sequential(inner, nn.Linear(width, 2, dtype=torch.float64)))
-    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    seed = seeded(draw(st.integers(0, 2**16)))
     index = torch.randint(0, table, (draw(BATCHES), draw(st.integers(1, 3)), length), generator=seed)
     return Case(model.inner if isinstance(model, Strided) else model, (index,))
 

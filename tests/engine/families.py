@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpscale.fix import fix
 
+from ..seeding import seeded
 from .cases import loss_fn
 
 VOCABULARY = 11
@@ -46,7 +47,7 @@ class Of(nn.Module):
 
 def floats(*shape: int) -> Callable[[int], tuple[Tensor]]:
     def batch(samples: int) -> tuple[Tensor]:
-        return (torch.randn(samples, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64),)
+        return (torch.randn(samples, *shape, generator=seeded(1), dtype=torch.float64),)
 
     return batch
 
@@ -182,7 +183,7 @@ def lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
 
 def text(samples: int) -> dict[str, Tensor]:
     """Tokens with padding, whose labels are ignored; the first sample's prompt is ignored too."""
-    tokens = torch.randint(1, VOCABULARY, (samples, 7), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(1, VOCABULARY, (samples, 7), generator=seeded(1))
     attend = torch.ones_like(tokens)
     attend[1::2, 5:] = 0
     labels = tokens.masked_fill(attend == 0, -100)

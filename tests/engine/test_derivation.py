@@ -10,12 +10,13 @@ from torch import nn
 import dpscale
 from dpscale.engine import capture as capturing
 
+from ..seeding import seeded
 from .cases import SCALINGS, Raw, check_equal, traced
 from .test_forms import Largest
 
 
 def randn(*shape):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(*shape, dtype=torch.float64, generator=seeded(1))
 
 
 def tied(x, table):

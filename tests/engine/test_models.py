@@ -7,6 +7,7 @@ from torch import nn
 
 import dpscale
 
+from ..seeding import seeded
 from .cases import SCALINGS, check_equal, loss_fn
 
 D = torch.float64
@@ -136,11 +137,11 @@ class Recurrent(nn.Module):
 
 
 def tokens(*shape):
-    return torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(1))
+    return torch.randint(0, 9, shape, generator=seeded(1))
 
 
 def randn(*shape):
-    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(1))
+    return torch.randn(*shape, dtype=D, generator=seeded(1))
 
 
 MODELS = {

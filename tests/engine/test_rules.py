@@ -11,6 +11,7 @@ import dpscale
 from dpscale.engine.reference import per_sample_gradients
 from dpscale.engine.rules import RULES
 
+from ..seeding import seeded
 from .cases import ARITHMETIC, CASES, SCALINGS, Raw, check_equal, loss_fn, traced
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -93,7 +94,7 @@ def test_every_operator_equals_oracle(name, shape):
     raw = Raw(ARITHMETIC[name], (2, 1, 4) if name == "wider" else shape)
     raw.p[0].data = torch.linspace(0.5, 2.0, raw.p[0].numel(), dtype=torch.float64).view_as(raw.p[0])
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.float64), raw)
-    x = torch.randn(5, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(5, 3, 4, dtype=torch.float64, generator=seeded(1))
     check_equal(model, (x,), SCALINGS[3])
 
 
