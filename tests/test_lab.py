@@ -503,6 +503,8 @@ def test_packed_records_are_the_records(folder, tmp_path):
     packed = records.load(path)
     both = [*records.load(folder), *records.load(folder / "search")]
     assert sorted(packed, key=key_of) == sorted(both, key=key_of) and count == len(both) == 14
+    places = [(r.role, r.method, r.seed, r.rate) for r in packed]
+    assert places == sorted(places)  # whatever their keys are
     assert records.load(path.parent) == packed and len(path.read_text(encoding="utf-8").splitlines()) == 14
     assert records.pack(path, tmp_path / "again.jsonl") == 14
     assert (tmp_path / "again.jsonl").read_bytes() == path.read_bytes()
@@ -1421,22 +1423,44 @@ def claimed_elsewhere(out, key):
         other.stdin.close()
 
 
+def claimable_elsewhere(out, key):
+    """Whether another process could have the run now."""
+    command = [sys.executable, "-c", CLAIM, str(out), key]
+    return subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout == "True\n"
+
+
 def test_a_claim_is_one_process_s_until_it_ends(tmp_path):
     claims = Claims(tmp_path / "new")
     with claimed_elsewhere(tmp_path / "new", "0123456789ab"):
         assert not claims.take("0123456789ab")
         assert claims.take("0123456789ac") and claims.take("ffffffffffff")
     assert claims.take("0123456789ab")
-    ours = [sys.executable, "-c", CLAIM, str(tmp_path / "new"), "0123456789ac"]
-
-    def theirs():
-        return subprocess.run(ours, input="", capture_output=True, text=True, check=True).stdout
-
-    assert theirs() == "False\n"
+    assert not claimable_elsewhere(tmp_path / "new", "0123456789ac")
     claims.leave("0123456789ac")
-    assert theirs() == "True\n"
+    assert claimable_elsewhere(tmp_path / "new", "0123456789ac")
+    assert not claimable_elsewhere(tmp_path / "new", "0123456789ab")
     claims.close()
+    assert claimable_elsewhere(tmp_path / "new", "0123456789ab")
     assert Claims(tmp_path / "nowhere").close() is None and not (tmp_path / "nowhere").exists()  # nothing was taken
+
+
+def test_a_claim_is_left_with_its_run(folder, tmp_path, monkeypatch):
+    """A record that was there, one that is there now, a run that is under way, one that nobody has begun."""
+    jobs, done = jobs_of(records.load(folder))
+    ran = []
+
+    def run(job):
+        ran.append(job)
+        done[jobs[0].method, jobs[0].seed].save(tmp_path)
+        if len(ran) == 3:
+            free = [claimable_elsewhere(tmp_path, compare._key(one)) for one in jobs[:5]]
+            assert free == [True, True, True, False, True]
+        return done[job.method, job.seed]
+
+    monkeypatch.setattr(compare, "run", run)
+    batch = batch_in(tmp_path, 1)
+    found = list(batch._execute([jobs[1], jobs[0], jobs[2], *jobs[3:]], compare._Here()))
+    assert len(found) == len(jobs) and ran[2].seed == jobs[3].seed and jobs[0] not in ran
 
 
 def test_a_run_that_another_process_has_under_way_is_waited_for(folder, tmp_path, monkeypatch):
