@@ -175,7 +175,8 @@ def test_compare_prints_json_alone_and_writes_records_and_report(compared):
     assert all(row["epsilon"] == pytest.approx(3, rel=1e-3) for row in told["rows"])
     assert told["verdict"] and told["seconds"] > 0
     assert len(records.load(out)) == 4 and (out / "report.html").is_file()
-    assert {p.suffix for p in out.iterdir()} == {".json", ".html"}
+    assert {p.suffix or p.name for p in out.iterdir()} == {".json", ".html", ".claims"}
+    assert (out / ".claims").stat().st_size == 0
 
 
 def test_compare_resumes_and_shows_a_table(compared, monkeypatch):
