@@ -1606,6 +1606,33 @@ def test_plain_training_does_not_depend_on_its_parts():
     assert parts.curves["train_loss"] == pytest.approx(whole.curves["train_loss"], rel=1e-4)
 
 
+def test_a_plain_run_on_a_gpu_is_compiled_and_tells_its_cold_start(monkeypatch):
+    class Cuda:
+        """Labels that say that they are on a GPU."""
+
+        is_cuda = True
+
+        def __init__(self, labels):
+            self.labels, self.device = labels, labels.device
+
+        def __getitem__(self, rows):
+            return self.labels[rows]
+
+        def __len__(self):
+            return len(self.labels)
+
+    config = TINY.replace(epochs=1, micro_batch=64)
+    data = runner.load(config, "final")
+    data = dataclasses.replace(data, train_labels=Cuda(data.train_labels))
+    asked, told, seen = [], [], []
+    monkeypatch.setattr(torch, "compile", lambda losses, **options: asked.append(options) or losses)
+    with listening(told.append):
+        for step in runner._train_plain(runner._model(config, 0, data), job("non-private", config=config), data):
+            seen.append((step.loss.item(), list(told)))
+    assert asked == [{"dynamic": False}] and told == ["compiling", None]
+    assert len(seen) > 2 and all(math.isfinite(loss) and phases == told for loss, phases in seen)
+
+
 def test_an_empty_plain_batch_moves_nothing(monkeypatch):
     """Momentum goes on, as in a private step, and the loss of no sample is none."""
     config = TINY.replace(epochs=1)

@@ -4,7 +4,7 @@ import datetime
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from dpscale import diagnostics
 from dpscale.engine import LossFn, trainable
-from dpscale.engine.phases import listening
+from dpscale.engine.phases import listening, phase
 from dpscale.lab.data import Data, hold_out
 from dpscale.lab.data import load as load_data
 from dpscale.lab.encoders import features
@@ -400,10 +400,11 @@ def _train_plain(model: nn.Module, job: Job, data: Data) -> Iterator[_Step]:
     optimizer, sampling = _optimizer(model, job, heavy), _sampling(job.config, data.size)
     steps = sampling.steps(job.config.trained(job.role))
     losses, schedule = _losses_of(job.config), _schedule(optimizer, job.config, steps)
-    if data.train_labels.is_cuda:
-        losses = torch.compile(losses, dynamic=False)
+    compiled = data.train_labels.is_cuda
+    losses = torch.compile(losses, dynamic=False) if compiled else losses
     draws = sampling.draws(Key(job.seed).generator("sampling"))
-    for _ in range(steps):
+
+    def step() -> Tensor:
         chosen = torch.from_numpy(next(draws)).to(data.train_labels.device)
         optimizer.zero_grad()
         seen = []
@@ -413,7 +414,12 @@ def _train_plain(model: nn.Module, job: Job, data: Data) -> Iterator[_Step]:
             seen.append(each.detach().sum())
         optimizer.step()
         schedule.step()
-        yield _Step(loss=torch.stack(seen).sum() / len(chosen))
+        return torch.stack(seen).sum() / len(chosen)
+
+    for number in range(steps):
+        with phase("compiling") if compiled and number == 0 else nullcontext():
+            loss = step()
+        yield _Step(loss=loss)
 
 
 def _parts(chosen: Tensor, rows: int | None) -> Iterator[tuple[Tensor, Tensor]]:
