@@ -636,6 +636,10 @@ def test_a_long_run_is_measured_now_and_then_and_at_its_end(monkeypatch):
         epoch for epoch, a in zip(final.curves["epoch"], final.curves["accuracy"], strict=True) if a is not None
     ]
     assert measured == [3, 5] and final.accuracy == final.curves["accuracy"][-1]
+    with monkeypatch.context() as larger:
+        larger.setattr(runner, "large", lambda name: name == config.model)
+        seldom = runner.run(job(config=config, seed=0, role="final")).curves["accuracy"]
+    assert seldom == [None] * 4 + [final.accuracy]
     assert [a is None for a in tried.curves["accuracy"]] == [True] * 4 + [False] and tried.accuracy > 0
     whole = dataclasses.replace(other, curves=other.curves | {"accuracy": [0.1, 0.2, 0.3, 0.4, 0.5]})  # of an older run
     for shown, told in (([final, whole], "2 of the 5 epochs, the last among them"), ([whole], "every epoch")):

@@ -116,7 +116,7 @@ def fitting(config: Config) -> int:
     """How many runs go side by side: two on the CPU; on a GPU, where small models leave it idle, what memory holds."""
     if not torch.cuda.is_available():
         return 2
-    most = 2 if config.model.startswith("resnet9") else 14  # a large model fills the GPU by itself
+    most = 2 if models.large(config.model) else 14
     return max(1, min(_room(config), most, (os.cpu_count() or 2) - 1))
 
 

@@ -152,7 +152,12 @@ MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
 """Every model by name: from the shape of one sample and the number of classes."""
 
 
+def large(name: str) -> bool:
+    """Whether one run of a model keeps a GPU busy, so that what is beside the training costs time."""
+    return name.startswith("resnet9")
+
+
 def memory(name: str, shape: tuple[int, ...], batch: int) -> float:
     """About how many GiB of a GPU a run takes, for deciding how many fit side by side. As measured on an H200."""
-    per_sample = 0.0036 * math.prod(shape[1:]) if name.startswith("resnet9") else 1.0  # MiB
+    per_sample = 0.0036 * math.prod(shape[1:]) if large(name) else 1.0  # MiB
     return 1.5 + per_sample * batch / 1024

@@ -22,7 +22,7 @@ from dpscale.engine.phases import listening, phase
 from dpscale.lab.data import Data, hold_out
 from dpscale.lab.data import load as load_data
 from dpscale.lab.encoders import features
-from dpscale.lab.models import MODELS
+from dpscale.lab.models import MODELS, large
 from dpscale.lab.presets import METHODS, OUTER, SCHEDULES, Choice, Config, Method
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
@@ -161,7 +161,8 @@ def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
     measured: nn.Module = model if average is None else average.module
     steps = _steps(model, job, data, plan, watch)
     curves: dict[str, list[float | None]] = {"epoch": [], "train_loss": [], "accuracy": []}
-    every = len(ends) if job.role == "search" else math.ceil(len(ends) / _MEASURED)  # of a try nobody sees the curve
+    points = _MEASURED // 2 if large(config.model) else _MEASURED
+    every = len(ends) if job.role == "search" else math.ceil(len(ends) / points)  # of a try nobody sees the curve
     accuracy: float | None = None
     loss = float("nan")
     start = begin = time.perf_counter()
@@ -247,7 +248,8 @@ def evaluate(model: nn.Module, data: Data, config: Config) -> tuple[float, float
 
 
 _MEASURED = 10
-"""A run is measured so many times at most: Imagenette is 9,469 images to train on and 3,925 to measure on."""
+"""A run is measured so many times at most, one of a large model half as often: Imagenette is 9,469 images to train on
+and 3,925 to measure on."""
 
 _EVALUATED = 6_000_000
 """Numbers of input that are evaluated at once."""
