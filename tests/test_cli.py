@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dpscale.lab import compare, options, paper, presets, records, runner
+from dpscale.lab import options, paper, presets, queue, records, runner
 
 from .helpers import refuse, run
 
@@ -181,7 +181,7 @@ def test_compare_prints_json_alone_and_writes_records_and_report(compared):
 
 def test_compare_resumes_and_shows_a_table(compared, monkeypatch):
     out, _ = compared
-    monkeypatch.setattr(compare, "run", lambda job: pytest.fail("was run again"))
+    monkeypatch.setattr(queue, "run", lambda job: pytest.fail("was run again"))
     result = run(
         "compare", "digits", *TINY, "--methods", "dp-sgd,dp-psasc", "--seeds", "2", "--workers", "1", "--out", str(out)
     )

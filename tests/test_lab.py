@@ -33,10 +33,13 @@ from dpscale.lab import (
     display,
     figures,
     files,
+    gpu,
     markdown,
     models,
     paper,
     presets,
+    processes,
+    queue,
     records,
     report,
     runner,
@@ -544,8 +547,8 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_a_second_comparison_repeats_nothing(folder, monkeypatch):
-    monkeypatch.setattr(compare, "run", lambda job: pytest.fail(f"{job.method} was run again"))
-    monkeypatch.setattr(compare, "calibrate", lambda config: pytest.fail("calibrated again"))
+    monkeypatch.setattr(queue, "run", lambda job: pytest.fail(f"{job.method} was run again"))
+    monkeypatch.setattr(queue, "calibrate", lambda config: pytest.fail("calibrated again"))
     chosen = presets.methods("dp-sgd,dp-psasc")
     again = compare.compare(TINY, chosen, [0, 1], folder, workers=1, deadline=-1.0)
     found = [(r.method, r.seed) for r in again.records]
@@ -554,7 +557,7 @@ def test_a_second_comparison_repeats_nothing(folder, monkeypatch):
 
 def test_what_is_packed_beside_the_folder_is_not_repeated(folder, tmp_path, monkeypatch):
     records.pack(folder, tmp_path / "digits.jsonl")
-    monkeypatch.setattr(compare, "run", lambda job: pytest.fail(f"{job.method} was run again"))
+    monkeypatch.setattr(queue, "run", lambda job: pytest.fail(f"{job.method} was run again"))
     again = compare.compare(TINY, presets.methods("dp-sgd,dp-psasc"), [0, 1], tmp_path / "digits", workers=1)
     assert again.left == 0 and [r.seed for r in again.records] == [0, 1, 0, 1]
 
@@ -696,13 +699,32 @@ def test_a_deadline_in_the_past_begins_nothing(tmp_path):
 def test_after_a_deadline_the_same_call_runs_the_rest_and_nothing_twice(tmp_path, monkeypatch, runs, final):
     config, methods = TINY.replace(epochs=1, diagnostics=False), presets.methods("dp-sgd,psac-r-over-s")
     ran = []
-    monkeypatch.setattr(compare, "run", lambda job: ran.append(job) or runner.run(job))
-    monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=lambda: len(ran)))  # a run takes a second
+    monkeypatch.setattr(queue, "run", lambda job: ran.append(job) or runner.run(job))
+    monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: len(ran)))  # a run takes a second
     cut = compare.compare(config, methods, [0], tmp_path, workers=1, deadline=runs)
     assert len(ran) == runs and (len(cut.records), cut.left) == (final, 6 - runs)
     whole = compare.compare(config, methods, [0], tmp_path, workers=1)
     assert len(ran) == 6 and len({(j.method, j.role, j.choice) for j in ran}) == 6
     assert whole.left == 0 and [r.method for r in whole.records] == ["dp-sgd", "psac-r-over-s"]
+
+
+def test_long_runs_are_begun_first_seed_by_seed(found, tmp_path, monkeypatch):
+    """Else the last of many runs would be one of several gradients a step, with nothing left beside it."""
+    methods, ran = presets.methods("dp-sgd,dp-psasc,dp-psasc-star"), []
+    monkeypatch.setattr(queue, "calibrate", lambda config: 1.0)
+    monkeypatch.setattr(queue, "run", lambda job: ran.append(job) or record_of(job, found[0]))
+    done = compare.compare(TINY.replace(inner=((2, 0.5), (1, 0.5))), methods, [0, 1], tmp_path, workers=1).records
+    tries = [(gpu.points(job), job.method) for job in ran if job.role == "search"]
+    final = [(job.seed, job.method) for job in ran if job.role == "final"]
+    assert tries == [(3, "dp-psasc-star"), (2, "dp-psasc-star"), *[(1, "dp-sgd")] * 2, *[(1, "dp-psasc")] * 2]
+    assert final == [(seed, name) for seed in (0, 1) for name in ("dp-psasc-star", "dp-sgd", "dp-psasc")]
+    assert [record.method for record in done][::2] == ["dp-sgd", "dp-psasc", "dp-psasc-star"]
+
+
+def record_of(job, like):
+    """The record of a run that was not done."""
+    asked = {"config": job.config.to_dict(), "method": job.method, "role": job.role, "seed": job.seed}
+    return dataclasses.replace(like, **asked, choice=job.choice.to_dict())
 
 
 def key(config=TINY, role="final", method="dp-sgd", seed=0, version="1", **choice):
@@ -763,10 +785,10 @@ def test_a_step_is_compiled_once_for_all_runs_that_take_it():
         job("dp-psasc-star", choice=Choice(rate=0.1, K0=1, gamma0=0.9)),  # coefficients are no part of it
         job("dp-psasc-star", choice=Choice(rate=0.1, K0=2, gamma0=0.9)),
     ]
-    chosen = compare.kinds(jobs)
-    assert [compare.step_of(one)[1] for one in chosen] == [3, 2, 1, 1, 1, 1]
-    assert len({compare.step_of(one)[0] for one in chosen}) == 4  # plain steps are compiled too
-    assert len({compare.step_of(one) for one in jobs}) == len(chosen)
+    chosen = gpu.kinds(jobs)
+    assert [gpu.step_of(one)[1] for one in chosen] == [3, 2, 1, 1, 1, 1]
+    assert len({gpu.step_of(one)[0] for one in chosen}) == 4  # plain steps are compiled too
+    assert len({gpu.step_of(one) for one in jobs}) == len(chosen)
 
 
 def test_nobody_listens_once_the_bars_of_all_experiments_are_gone(found, capsys):
@@ -800,22 +822,22 @@ def test_compilations_go_side_by_side_and_a_failure_is_told(monkeypatch, caplog)
             done.set_exception(RuntimeError("no memory"))
             return done
 
-    monkeypatch.setattr(compare, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(compare, "_room", lambda config: 100)
-    monkeypatch.setattr(compare.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(gpu, "_room", lambda config: 100)
+    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 16)
     told = []
     with listening(told.append):
-        compare.compile_ahead([job("dp-sgd"), job("dp-psac")])
+        gpu.compile_ahead([job("dp-sgd"), job("dp-psac")])
     assert asked == [(2, (8,)), "dp-sgd", "dp-psac"] and told == ["compiling", None]
     assert caplog.text.count("not compiled ahead: no memory") == 2
-    compare.compile_ahead([])
+    gpu.compile_ahead([])
     assert len(asked) == 3
 
 
 def test_on_a_gpu_steps_are_compiled_before_runs_that_share_them(tmp_path, monkeypatch):
     ahead = []
-    monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(compare, "compile_ahead", ahead.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(queue, "compile_ahead", ahead.append)
     config = TINY.replace(epochs=1, grid=(0.1,))
     done = compare.compare(config, presets.methods("dp-sgd,psac-r-over-s"), [0], tmp_path, workers=2)
     assert [[one.method for one in jobs] for jobs in ahead] == [["dp-sgd", "dp-psasc"], []] and done.left == 0
@@ -1277,7 +1299,7 @@ def test_a_run_on_other_data_is_another_run(tmp_path, monkeypatch):
     compare.compare(config, methods, [0], tmp_path, workers=1, on_finished=ran.append)
     compare.compare(config, methods, [0], tmp_path, workers=1, on_finished=ran.append)
     assert len(ran) == 1
-    monkeypatch.setattr(compare, "checksums", lambda name: {"train": "other"})
+    monkeypatch.setattr(queue, "checksums", lambda name: {"train": "other"})
     compare.compare(config, methods, [0], tmp_path, workers=1, on_finished=ran.append)
     assert len(ran) == 2
 
@@ -1362,9 +1384,9 @@ def jobs_of(done):
     return jobs, {(one.method, one.seed): one for one in done}
 
 
-def batch_in(out, workers, finished=None):
+def queue_in(out, workers, finished=None):
     told = (lambda _: None) if finished is None else finished.append
-    return compare._Batch(out=out, total=4, on_finished=told, workers=workers, deadline=None)
+    return queue.Queue(out=out, total=4, on_finished=told, workers=workers, deadline=None)
 
 
 class Later:
@@ -1372,7 +1394,7 @@ class Later:
 
     def __init__(self, monkeypatch):
         self.under_way, self.most = [], 0
-        monkeypatch.setattr(compare, "wait", self.wait)
+        monkeypatch.setattr(queue, "wait", self.wait)
 
     def submit(self, function, one):
         self.under_way.append((Future(), function, one))
@@ -1401,10 +1423,10 @@ def test_what_another_process_has_recorded_meanwhile_is_not_run_again(workers, f
             record.save(tmp_path)
         return done[begun[-1]]
 
-    monkeypatch.setattr(compare, "run", run)
-    batch = batch_in(tmp_path, workers, finished)
-    assert len(jobs) > 2 and len(batch.run(jobs, compare._Here())) == len(jobs)
-    assert begun == [(jobs[0].method, jobs[0].seed)] and batch.done == len(finished) == len(jobs)
+    monkeypatch.setattr(queue, "run", run)
+    planned = queue_in(tmp_path, workers, finished)
+    assert len(jobs) > 2 and len(planned.run(jobs, processes.Here())) == len(jobs)
+    assert begun == [(jobs[0].method, jobs[0].seed)] and planned.done == len(finished) == len(jobs)
 
 
 CLAIM = """
@@ -1457,21 +1479,21 @@ def test_a_claim_is_left_with_its_run(folder, tmp_path, monkeypatch):
         ran.append(job)
         done[jobs[0].method, jobs[0].seed].save(tmp_path)
         if len(ran) == 3:
-            free = [claimable_elsewhere(tmp_path, compare._key(one)) for one in jobs[:5]]
+            free = [claimable_elsewhere(tmp_path, queue.key_of(one)) for one in jobs[:5]]
             assert free == [True, True, True, False, True]
         return done[job.method, job.seed]
 
-    monkeypatch.setattr(compare, "run", run)
-    batch = batch_in(tmp_path, 1)
-    found = list(batch._execute([jobs[1], jobs[0], jobs[2], *jobs[3:]], compare._Here()))
+    monkeypatch.setattr(queue, "run", run)
+    planned = queue_in(tmp_path, 1)
+    found = list(planned._execute([jobs[1], jobs[0], jobs[2], *jobs[3:]], processes.Here()))
     assert len(found) == len(jobs) and ran[2].seed == jobs[3].seed and jobs[0] not in ran
 
 
 def test_a_run_that_another_process_has_under_way_is_waited_for(folder, tmp_path, monkeypatch):
     jobs, done = jobs_of(records.load(folder))
     ran, looks = [], []
-    monkeypatch.setattr(compare, "run", lambda job: ran.append(job) or done[job.method, job.seed])
-    with claimed_elsewhere(tmp_path, compare._key(jobs[0])) as other:
+    monkeypatch.setattr(queue, "run", lambda job: ran.append(job) or done[job.method, job.seed])
+    with claimed_elsewhere(tmp_path, queue.key_of(jobs[0])) as other:
 
         def sleep(seconds):
             assert len(ran) == len(jobs) - 1  # all others come first
@@ -1481,18 +1503,18 @@ def test_a_run_that_another_process_has_under_way_is_waited_for(folder, tmp_path
                 other.stdin.close()
                 other.wait()
 
-        monkeypatch.setattr(compare.time, "sleep", sleep)
-        found = batch_in(tmp_path, 1).run(jobs, compare._Here())
+        monkeypatch.setattr(queue.time, "sleep", sleep)
+        found = queue_in(tmp_path, 1).run(jobs, processes.Here())
     assert len(looks) == 2 and len(ran) == len(jobs) - 1 and len(found) == len(jobs)
 
 
 def test_the_run_of_a_process_that_died_is_done_here(folder, tmp_path, monkeypatch):
     jobs, done = jobs_of(records.load(folder))
     ran = []
-    monkeypatch.setattr(compare, "run", lambda job: ran.append(job) or done[job.method, job.seed])
-    with claimed_elsewhere(tmp_path, compare._key(jobs[0])) as other:
-        monkeypatch.setattr(compare.time, "sleep", lambda _: other.kill() or other.wait())
-        batch_in(tmp_path, 1).run(jobs, compare._Here())
+    monkeypatch.setattr(queue, "run", lambda job: ran.append(job) or done[job.method, job.seed])
+    with claimed_elsewhere(tmp_path, queue.key_of(jobs[0])) as other:
+        monkeypatch.setattr(queue.time, "sleep", lambda _: other.kill() or other.wait())
+        queue_in(tmp_path, 1).run(jobs, processes.Here())
     assert [(one.method, one.seed) for one in ran][-1] == (jobs[0].method, jobs[0].seed) and len(ran) == len(jobs)
 
 
@@ -1500,10 +1522,10 @@ def test_nobody_waits_for_another_process_beyond_the_deadline(folder, tmp_path, 
     jobs, _ = jobs_of(records.load(folder)[:1])
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
-    monkeypatch.setattr(compare, "time", clock)
-    batch = compare._Batch(out=tmp_path, total=1, on_finished=lambda _: None, workers=1, deadline=5.0)
-    with claimed_elsewhere(tmp_path, compare._key(jobs[0])):
-        assert batch.run(jobs, compare._Here()) == [] and batch.done == 0
+    monkeypatch.setattr(queue, "time", clock)
+    planned = queue.Queue(out=tmp_path, total=1, on_finished=lambda _: None, workers=1, deadline=5.0)
+    with claimed_elsewhere(tmp_path, queue.key_of(jobs[0])):
+        assert planned.run(jobs, processes.Here()) == [] and planned.done == 0
     assert now[0] >= 5.0
 
 
@@ -1517,8 +1539,8 @@ def test_runs_that_do_not_fit_together_go_one_by_one(folder, tmp_path, monkeypat
             raise torch.OutOfMemoryError("no memory")
         return done[tried[-1]]
 
-    monkeypatch.setattr(compare, "run", run)
-    found = batch_in(tmp_path, 3).run(jobs, pool)
+    monkeypatch.setattr(queue, "run", run)
+    found = queue_in(tmp_path, 3).run(jobs, pool)
     assert len(found) == len(jobs) > 3 and pool.most == 3
     assert "2 runs at once" in caplog.text and caplog.text.count("one run at a time") == 1
     assert {path.name for path in tmp_path.glob("*.json")} == {path.name for path in folder.glob("*.json")}
@@ -1530,9 +1552,9 @@ def test_a_run_that_does_not_fit_alone_is_told(folder, tmp_path, monkeypatch):
     def run(job):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(queue, "run", run)
     with pytest.raises(ValueError, match=r"The GPU has no memory for this run.*micro_batch"):
-        batch_in(tmp_path, 2).run(jobs, Later(monkeypatch))
+        queue_in(tmp_path, 2).run(jobs, Later(monkeypatch))
 
 
 def test_an_error_loses_nothing_that_is_under_way(folder, tmp_path, monkeypatch):
@@ -1545,9 +1567,9 @@ def test_an_error_loses_nothing_that_is_under_way(folder, tmp_path, monkeypatch)
             raise RuntimeError("broken")
         return done[job.method, job.seed]
 
-    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(queue, "run", run)
     with pytest.raises(RuntimeError, match="broken"):
-        batch_in(tmp_path, 3).run(jobs, Later(monkeypatch))
+        queue_in(tmp_path, 3).run(jobs, Later(monkeypatch))
     assert len(ran) == 3 < len(jobs)  # the two beside it, and none after it
     assert len(list(tmp_path.glob("*.json"))) == 2
 
@@ -1563,17 +1585,17 @@ def test_memory_is_free_again_after_a_run_that_had_not_enough(monkeypatch):
         alive.append(weakref.ref(large))
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(compare, "run", run)
-    monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(compare.torch.cuda, "empty_cache", lambda: freed.append(alive[0]() is None))
+    monkeypatch.setattr(queue, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(alive[0]() is None))
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        compare._attempt(job("dp-sgd"))
+        queue.attempt(job("dp-sgd"))
     assert freed == [True]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_ends_the_processes_at_once(error):
-    with pytest.raises(error), compare._processes(1) as pool:
+    with pytest.raises(error), processes.processes(1) as pool:
         process = pool.submit(os.getpid).result()
         pool.submit(time.sleep, 600)
         raise error

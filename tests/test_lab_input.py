@@ -13,7 +13,20 @@ import torch
 from PIL import Image
 from torch import nn
 
-from dpscale.lab import compare, figures, markdown, models, options, paper, presets, records, report, runner, summary
+from dpscale.lab import (
+    compare,
+    figures,
+    markdown,
+    models,
+    options,
+    paper,
+    presets,
+    queue,
+    records,
+    report,
+    runner,
+    summary,
+)
 from dpscale.lab.data import Data, digits, load
 from dpscale.lab.datasets import DataError, catalogue, obtaining, packed, stored
 from dpscale.lab.encoders import Encoder, weights
@@ -38,7 +51,7 @@ def compared(tmp_path_factory):
 @pytest.fixture
 def idle(monkeypatch):
     """Nothing is trained."""
-    for place, name in ((compare, "run"), (runner, "_run")):
+    for place, name in ((queue, "run"), (compare, "run"), (runner, "_run")):
         monkeypatch.setattr(place, name, lambda *_, **__: pytest.fail("the work began"))
 
 

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from dpscale.engine.phases import listening
 from dpscale.lab import terminal
-from dpscale.lab.compare import Finished
 from dpscale.lab.paper import Experiment, Setting
 from dpscale.lab.presets import Choice, preset
+from dpscale.lab.queue import Finished
 from dpscale.lab.runner import Progress
 from dpscale.lab.summary import Row, plural
 

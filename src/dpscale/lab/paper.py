@@ -11,9 +11,9 @@ from typing import Any, get_args
 from dpscale.accounting import Accountant
 from dpscale.checks import require
 from dpscale.lab import compare, presets, records, summary
-from dpscale.lab.compare import Finished
 from dpscale.lab.datasets import DataError, stored
 from dpscale.lab.presets import Config, Method, preset
+from dpscale.lab.queue import Finished
 from dpscale.lab.records import Record
 from dpscale.lab.summary import Row
 from dpscale.plan import Plan
