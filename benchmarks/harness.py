@@ -102,13 +102,13 @@ def device_seconds(step: Step, device: str, rounds: int) -> tuple[float, float]:
     if device == "cpu":
         return wall, wall
     try:
-        return _busy(step, max(2, min(rounds, int(BUDGET / wall)))) or wall, wall
+        return busy(step, max(2, min(rounds, int(BUDGET / wall)))) or wall, wall
     except Exception as error:
         NOTES.said.append(f"by the clock on the wall: {complaint(error)}")
         return wall, wall
 
 
-def _busy(step: Step, count: int) -> float:
+def busy(step: Step, count: int) -> float:
     """Seconds of CUDA kernels and copies in a step, by the profiler."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile

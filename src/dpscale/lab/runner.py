@@ -130,9 +130,15 @@ def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Reco
 
 def rehearse(job: Job) -> None:
     """Take the first step of a run, which compiles it, and forget the run: the compiler keeps it on disk."""
+    next(steps(job))
+
+
+def steps(job: Job) -> Iterator[Any]:
+    """The steps of a run as they are taken, nothing measured between them: for those who time them."""
     with _exact_products():
         data = load(job.config, job.role)
-        next(_steps(_model(job.config, job.seed, data), job, data, _plan(job, METHODS[job.method], data), _Watch()))
+        model, plan = _model(job.config, job.seed, data), _plan(job, METHODS[job.method], data)
+        yield from _steps(model, job, data, plan, _Watch())
 
 
 @contextmanager
