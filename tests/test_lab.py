@@ -1169,6 +1169,42 @@ def test_the_results_page_has_every_table(several):
     assert widths == {6, 9}  # the table of all, and those of each
 
 
+def test_one_picture_sets_every_experiment_beside_the_paper(several, tmp_path):
+    found = paper.load(several)
+    shown = [one for one in found if one.rows]
+    picture = figures.beside_the_paper(found)
+    panels = picture.figure.axes
+    assert len(shown) == len(panels) == 2 and len(found) > 2  # one of them has no run yet
+    for one, axes in zip(shown, panels, strict=True):
+        titles = {METHODS[name].title: name for name in one.paper}
+        names = [titles[label.get_text()] for label in axes.get_yticklabels()]
+        assert names == list(one.paper) and axes.get_title("left").startswith(one.preset)
+        points = [line for line in axes.lines if len(line.get_xdata()) and line.get_marker() in ("o", "D")]
+        theirs = {names[line.get_ydata()[0]]: line.get_xdata()[0] for line in points if line.get_marker() == "D"}
+        ours = {names[line.get_ydata()[0]]: line.get_xdata()[0] for line in points if line.get_marker() == "o"}
+        assert theirs == one.paper
+        assert ours == pytest.approx({r.method: 100 * r.accuracy for r in one.rows if r.method in one.paper})
+        halves = [(bars.get_segments()[0][1][0] - bars.get_segments()[0][0][0]) / 2 for bars in axes.collections]
+        assert halves == pytest.approx(
+            [100 * row.half_width for row in one.rows if row.method in one.paper and row.half_width is not None]
+        )
+    assert panels[1].get_title("left").endswith(", features of resnet50-imagenet")
+    page = report.page(found)
+    assert page.count('aria-label="Test accuracy of each method here') == 1
+    markdown.write(tmp_path / "told.md", found)
+    assert f"![{picture.caption}](figures/told.png)" in (tmp_path / "told.md").read_text(encoding="utf-8")
+    assert (tmp_path / "figures" / "told.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_paper_has_not_is_not_set_beside_it(found, tmp_path):
+    ours = [paper.Experiment(preset="digits", records=found, rows=summary.summarize(found), left=0)]
+    assert figures.beside_the_paper(ours) is None
+    markdown.write(tmp_path / "told.md", ours)
+    assert [path.name for path in tmp_path.iterdir()] == ["told.md"] and "![" not in (tmp_path / "told.md").read_text(
+        encoding="utf-8"
+    )
+
+
 def test_what_was_written_by_hand_above_the_mark_stays(found):
     one = [paper.Experiment(preset="digits", records=found, rows=summary.summarize(found), left=0)]
     fresh = markdown.page(one)

@@ -108,8 +108,8 @@ def report(
     markdown: Annotated[
         Path | None,
         typer.Option(
-            help="Write the tables as Markdown into this file too; what is above its line <!-- tables --> stays, and "
-            "a file without that line is refused."
+            help="Write the tables as Markdown into this file too, a picture into figures/ beside it; what is above "
+            "its line <!-- tables --> stays, and a file without that line is refused."
         ),
     ] = None,
     pack: Annotated[
@@ -134,7 +134,7 @@ def report(
     found = paper.load(folder)
     files = {"report": report.write_all(folder, found)}
     if markdown:
-        records.write(markdown, tables.page(found, before))
+        tables.write(markdown, found, before)
         files["markdown"] = markdown
     if pack:
         for source, one in zip(paper.sources(folder), found, strict=True):

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dpscale.lab import records as files
+from dpscale.lab.paper import Experiment
 from dpscale.lab.presets import METHODS
 from dpscale.lab.records import Record
 from dpscale.lab.summary import by_method, interval
@@ -168,6 +169,38 @@ def _told_epochs(records: Sequence[Record]) -> str:
     if len(epochs) == last:
         return "every epoch"
     return "the last epoch" if len(epochs) == 1 else f"{len(epochs)} of the {last} epochs, the last among them"
+
+
+def beside_the_paper(found: Sequence[Experiment]) -> Picture | None:
+    """The paper's accuracies and those here with their intervals, a panel for each of its experiments that has any."""
+    shown = [one for one in found if one.paper and one.rows]
+    if not shown:
+        return None
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.2, 0.7 + 1.55 * len(shown)), layout="constrained")
+        panels = figure.subplots(len(shown), squeeze=False)[:, 0]
+    for one, axes in zip(shown, panels, strict=True):
+        rows = {row.method: row for row in one.rows if row.method in one.paper}
+        for place, (method, theirs) in enumerate(one.paper.items()):
+            if row := rows.get(method):
+                half = None if row.half_width is None else 100 * row.half_width
+                axes.errorbar(100 * row.accuracy, place, xerr=half, fmt="o", color=_look(method)[0], capsize=3)
+            axes.plot(theirs, place, "D", markeredgecolor=INK, markerfacecolor="none", markersize=6)
+        axes.set_yticks(range(len(one.paper)), [METHODS[method].title for method in one.paper])
+        axes.set_ylim(len(one.paper) - 0.4, -0.6)
+        axes.xaxis.set_major_locator(MaxNLocator(_TICKS + 1))
+        title = one.preset + (f", features of {one.encoder}" if one.encoder else "")
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    panels[-1].set_xlabel("test accuracy (%)")
+    axes.plot([], [], "o", color=INK, label="here, with 95% interval")
+    axes.plot([], [], "D", markeredgecolor=INK, markerfacecolor="none", markersize=6, label="the paper")
+    _legend(figure, axes)
+    return Picture(
+        name="paper",
+        figure=figure,
+        caption="Test accuracy of each method here, mean over seeds with its 95% interval, and in the paper, which "
+        "gives none. Scales differ.",
+    )
 
 
 def scaling_weights(records: Sequence[Record]) -> Figure:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from dpscale.lab import figures, records
 from dpscale.lab.paper import Experiment
 from dpscale.lab.presets import METHODS, Choice
 from dpscale.lab.report import NOT_FINISHED, settings, verdict
@@ -40,15 +41,27 @@ def before(path: Path) -> str:
     return text if text.strip() else f"# Results\n\n{MARK}\n"
 
 
-def page(found: Sequence[Experiment], before: str = "") -> str:
+def write(path: Path, found: Sequence[Experiment], before: str = "") -> None:
+    """The page, and its picture in a folder ``figures`` beside it; ``before`` is as in `page`."""
+    picture, place = figures.beside_the_paper(found), Path("figures") / f"{path.stem}.png"
+    shown = "" if picture is None else f"![{picture.caption}]({place.as_posix()})"
+    if picture is not None:
+        records.write(path.parent / place, figures.png(picture.figure))
+    records.write(path, page(found, before, shown))
+
+
+def page(found: Sequence[Experiment], before: str = "", picture: str = "") -> str:
     """The whole page: one table of all accuracies, then each experiment in full.
 
     Args:
         before: the page as it was; what it has above `MARK` is kept in place of a title.
+        picture: a line that shows one, below the first table.
     """
     mark = _MARKED.search(before)
     title = f"{before[: mark.start()]}{MARK}" if mark else "# Results"
-    return "\n".join((title, "", _NOTE, "", *_overview(found), *(line for one in found for line in _one(one))))
+    shown = (picture, "") if picture else ()
+    each = (line for one in found for line in _one(one))
+    return "\n".join((title, "", _NOTE, "", *_overview(found), *shown, *each))
 
 
 def _overview(found: Sequence[Experiment]) -> Iterable[str]:

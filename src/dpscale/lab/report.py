@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dpscale.lab import figures, paper, records, summary
+from dpscale.lab.figures import Picture
 from dpscale.lab.paper import Experiment
 from dpscale.lab.presets import METHODS, Choice
 from dpscale.lab.records import Record
@@ -81,6 +82,8 @@ def _several(found: Sequence[Experiment]) -> Iterable[str]:
     runs = sum(len(one.records) for one in found)
     yield f'<p class="soft">{len(found)} experiments, {runs} runs. Test accuracy in percent, after the last epoch.</p>'
     yield from _overview(found)
+    if (picture := figures.beside_the_paper(found)) is not None:
+        yield from ('<div class="pictures alone">', _figure(picture, "overview"), "</div>")
     yield '<h2>Which methods differ</h2><dl class="verdicts">'
     for one in found:
         yield f"<dt>{escape(one.preset)}</dt><dd>{escape(verdict(one))}</dd>"
@@ -242,13 +245,16 @@ def _measured(chosen: Sequence[Record]) -> str:
 def _pictures(chosen: Sequence[Record], name: str) -> Iterable[str]:
     found = figures.pictures(chosen)
     yield '<div class="pictures">'
-    for one in found:
-        picture = figures.svg(one.figure, f"{name}-{one.name}", escape(one.caption, quote=True))
-        mark = "" if one.private else ' <b class="warn">Not private: measured without noise, on public data.</b>'
-        yield f"<figure>{picture}<figcaption>{escape(one.caption)}{mark}</figcaption></figure>"
+    yield from (_figure(one, name) for one in found)
     yield "</div>"
     if all(one.private for one in found):
         yield f'<p class="note">{HOW_TO_DIAGNOSE}</p>'
+
+
+def _figure(one: Picture, name: str) -> str:
+    picture = figures.svg(one.figure, f"{name}-{one.name}", escape(one.caption, quote=True))
+    mark = "" if one.private else ' <b class="warn">Not private: measured without noise, on public data.</b>'
+    return f"<figure>{picture}<figcaption>{escape(one.caption)}{mark}</figcaption></figure>"
 
 
 def _privacy(rows: Sequence[Row]) -> Iterable[str]:
