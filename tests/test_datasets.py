@@ -73,7 +73,7 @@ def tiny(monkeypatch):
         "cifar10": {**three, "counts": {"train": 15, "test": 3}, "md5": md5s(BIN)},
         "imagenette": {
             **three, "shape": (3, 16, 16), "counts": {"train": 6, "val": 3}, "folders": ("n1", "n2", "n3"),
-            "per_shard": 4,
+            "per_shard": 4, "per_class": {"train": (2, 2, 2), "val": (1, 1, 1)},
         },
         "celeba-male": {
             "shape": (3, 8, 8), "counts": {"train": 8, "val": 4, "test": 4}, "original": (18, 22), "crop": 18,
@@ -244,6 +244,27 @@ def test_idx_files_are_imported_from(tiny, tmp_path, made, name):
     assert data.provenance["source"]["how"].startswith("imported")
 
 
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_of_two_data_sets_with_the_same_names_the_right_files_are_taken(tiny, tmp_path, monkeypatch, name):
+    """As torchvision lays them out, in one folder."""
+    other = {
+        file: content[:-1] + bytes([content[-1] ^ 1]) if "images" in file else content for file, content in IDX.items()
+    }
+    monkeypatch.setitem(CATALOGUE, "mnist", dataclasses.replace(CATALOGUE["mnist"], md5=md5s(other)))
+    folder = write(tmp_path / "in", {f"FashionMNIST/raw/{file}": content for file, content in IDX.items()})
+    write(folder, {f"MNIST/raw/{file}": content for file, content in other.items()})
+    take(name, folder, tmp_path)
+    kept = home(tmp_path) / name / "t10k-images-idx3-ubyte"
+    assert kept.read_bytes() == (other if name == "mnist" else IDX)["t10k-images-idx3-ubyte"]
+
+
+def test_a_file_that_is_none_of_them_is_refused(tiny, tmp_path):
+    (idx_folder(tmp_path) / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"notes\.txt is none of train-images-idx3-ubyte, .*Needed: "):
+        take("mnist", tmp_path / "in" / "notes.txt", tmp_path)
+    assert_nothing(tmp_path)
+
+
 def test_a_missing_idx_file_is_named(tiny, tmp_path):
     (idx_folder(tmp_path) / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(DataError, match=r"in lacks t10k-labels-idx1-ubyte\. Needed: the four files"):
@@ -382,6 +403,18 @@ def test_an_archive_with_a_path_out_of_it_is_refused(tiny, tmp_path, kind, evil)
     assert not list(tmp_path.parent.glob("**/evil"))
 
 
+def test_an_encrypted_archive_is_told(tiny, tmp_path):
+    path = zipped(tmp_path / "mnist.zip", IDX)
+    content = path.read_bytes()
+    for mark, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # of each file, and of each entry of the directory
+        parts = content.split(mark)
+        content = mark.join([parts[0], *(part[: flags - 4] + b"\x01" + part[flags - 3 :] for part in parts[1:])])
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"The archive {path} is encrypted\. Unpack it"):
+        take("mnist", path, tmp_path)
+    assert_nothing(tmp_path)
+
+
 def test_a_link_in_an_archive_is_not_followed(tiny, tmp_path):
     secret = tmp_path / "secret"
     secret.write_bytes(IDX["train-labels-idx1-ubyte"])
@@ -440,6 +473,14 @@ def test_imagenette_is_squashed_shuffled_and_packed(tiny, tmp_path, made):
     assert data.train_labels.tolist() != sorted(data.train_labels.tolist())
 
 
+def test_packed_images_lie_in_one_order_whichever_they_come_in(tiny, tmp_path):
+    """The first so many training samples, and the checksums, are the same for all who have the official images."""
+    files = imagenette()
+    again = tar(tmp_path / "again.tgz", dict(reversed(files.items())))
+    one, other = (take("imagenette", path, tmp_path)["files"] for path in (imagenette_folder(tmp_path), again))
+    assert one == other
+
+
 def test_a_gray_image_becomes_rgb(tiny, tmp_path):
     files = {**imagenette(), "imagenette2-160/val/n3/0.JPEG": jpeg((20, 30), 160, mode="L")}
     take("imagenette", write(tmp_path / "in", files), tmp_path)
@@ -454,14 +495,25 @@ def test_a_gray_image_becomes_rgb(tiny, tmp_path):
             {"imagenette2-160/train/n1/9.JPEG": jpeg()},
             "has 7 train, 3 val images; the official archive has 6 train, 3 val",
         ),
+        (
+            {"imagenette2-160/train/n1/0.JPEG": None, "imagenette2-160/train/n2/9.JPEG": jpeg()},
+            r"a\.tgz has 1 train images of the class a; the official archive has 2\. Needed: imagenette2-160\.tgz",
+        ),
         ({"imagenette2-160/train/n1/0.JPEG": jpeg()[:-80]}, r"train/n1/0\.JPEG in .* is no image, or a damaged one"),
         ({"imagenette2-160/train/n1/0.JPEG": b"GIF89a"}, r"train/n1/0\.JPEG in .* is no image, or a damaged one"),
     ],
 )
 def test_what_is_wrong_with_images_is_told(tiny, tmp_path, changes, text):
     with pytest.raises(DataError, match=text):
-        take("imagenette", tar(tmp_path / "a.tgz", {**imagenette(), **changes}), tmp_path)
+        files = {name: content for name, content in {**imagenette(), **changes}.items() if content is not None}
+        take("imagenette", tar(tmp_path / "a.tgz", files), tmp_path)
     assert_nothing(tmp_path)
+
+
+def test_what_macos_puts_beside_images_is_none(tiny, tmp_path):
+    files = {**imagenette(), "imagenette2-160/train/n1/._0.JPEG": b"Mac OS X"}
+    told = take("imagenette", tar(tmp_path / "a.tgz", files), tmp_path)
+    assert told["splits"]["train"]["samples"] == 6
 
 
 def test_an_empty_folder_is_told(tiny, tmp_path):
@@ -574,7 +626,7 @@ def test_shards_are_imported_as_they_are(tiny, tmp_path, shards):
         ({"label": np.array([0, 1, 3], np.uint8)}, "has the label 3; the 3 classes are 0 to 2"),
         ({"label": np.array([0, 1, 1], np.uint8)}, "has 2 classes, not 3: no sample of c"),
         ({"label": np.array([0, 1, 2])}, r"'label' is int64 \(3,\), not a row of uint8"),
-        ({"label": np.zeros(0, np.uint8)}, "'label' is uint8"),
+        ({"label": np.zeros(0, np.uint8)}, "is not sound: it holds no image"),
         ({"label": None}, "lacks the array 'label'"),
         ({"image": None}, "lacks the array 'image'"),
         ({"image": np.zeros(9)}, "'image' is float64"),
@@ -603,6 +655,29 @@ def test_a_cut_shard_is_told(tiny, tmp_path, shards, keep):
     with pytest.raises(DataError, match=rf"The shard {path} cannot be read \(.*cut short or damaged"):
         take("imagenette", shards, tmp_path)
     assert_nothing(tmp_path)
+
+
+def test_shards_that_their_own_manifest_names_must_all_be_there(tiny, tmp_path, shards):
+    """A copy that ended early is no smaller data set."""
+    take("imagenette", shards, tmp_path)
+    copied = tmp_path / "copied"
+    shutil.copytree(home(tmp_path) / "imagenette", copied)
+    assert (
+        take("imagenette", copied / "train-01.npz", tmp_path)["splits"]["train"]["samples"] == 5
+    )  # one, beside others
+    before = (home(tmp_path) / "imagenette" / "manifest.json").read_bytes()
+    (copied / "train-01.npz").unlink()
+    with pytest.raises(DataError, match=rf"{copied / 'train-01.npz'} is missing"):
+        take("imagenette", copied, tmp_path)
+    shard(copied / "train-01.npz", [1, 1])
+    with pytest.raises(DataError, match=r"train-01\.npz is not the right one: its SHA256 is"):
+        take("imagenette", copied, tmp_path)
+    assert (home(tmp_path) / "imagenette" / "manifest.json").read_bytes() == before
+
+
+def test_fewer_images_than_the_official_ones_are_told(tiny, tmp_path, shards):
+    text = run("import", "imagenette", shards, "--data", home(tmp_path)).stdout
+    assert text.startswith("imagenette: 5 of the official 6 train, 3 val images, all checks passed.")
 
 
 @pytest.mark.parametrize("file", ["train-00.npz", "val-00.npz"])

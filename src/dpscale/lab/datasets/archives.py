@@ -43,7 +43,14 @@ class Member:
 
 
 def members(path: Path) -> Iterator[Member]:
-    """Every file in a tar or zip archive, in a folder and below it, or beside a single file."""
+    """Every file in a tar or zip archive, in a folder and below it, or beside a single file.
+
+    What macOS puts beside files, under names that look like theirs, is none of them.
+    """
+    return (member for member in _members(path) if not member.base.startswith("._"))
+
+
+def _members(path: Path) -> Iterator[Member]:
     if path.is_dir():
         yield from _in_folder(path, sorted(path.rglob("*")))
     elif not path.exists():
@@ -52,10 +59,16 @@ def members(path: Path) -> Iterator[Member]:
         yield from _in_zip(path)
     elif is_tar(path):
         yield from _in_tar(path)
-    elif path.suffix in (".zip", ".tgz", ".tar") or path.name.endswith(".tar.gz"):
+    elif is_archive(path):
         raise DataError(f"The archive {path} is damaged: it does not begin or end as such a file does. {_AGAIN}")
     else:
         yield from _in_folder(path.parent, sorted(path.parent.iterdir()))
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file is an archive, by its content or by its name."""
+    named = path.suffix in (".zip", ".tgz", ".tar") or path.name.endswith(".tar.gz")
+    return named or zipfile.is_zipfile(path) or is_tar(path)
 
 
 def is_tar(path: Path) -> bool:
@@ -93,6 +106,8 @@ def _in_folder(folder: Path, paths: list[Path]) -> Iterator[Member]:
 def _in_zip(path: Path) -> Iterator[Member]:
     with _told(path), zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
+            if info.flag_bits & 1:
+                raise DataError(f"The archive {path} is encrypted. Unpack it, and import the folder.")
             if not info.is_dir():
                 _require_inside(path, info.filename)
                 yield Member(info.filename, path, lambda info=info: archive.open(info))  # type: ignore[misc]

@@ -95,6 +95,7 @@ class Shards(Entry):
         quality: of the WebP images.
         per_shard: images in a shard.
         numbers: first and last official image number of each split, if images are numbered.
+        per_class: images of each class in the official splits, where they are known.
     """
 
     layout: str
@@ -104,6 +105,7 @@ class Shards(Entry):
     quality: int
     per_shard: int
     numbers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    per_class: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def splits(self) -> tuple[str, str]:
@@ -237,6 +239,10 @@ IMAGENETTE = Shards(
         "n01440764", "n02102040", "n02979186", "n03000684", "n03028079", "n03394916", "n03417042", "n03425413",
         "n03445777", "n03888257",
     ),
+    per_class={
+        "train": (963, 955, 993, 858, 941, 956, 961, 931, 951, 960),
+        "val": (387, 395, 357, 386, 409, 394, 389, 419, 399, 390),
+    },
     quality=80,
     per_shard=5_000,
     sources=(

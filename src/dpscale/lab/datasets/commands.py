@@ -200,7 +200,15 @@ def _say(found: dict[str, Any], text: str, as_json: bool) -> None:
 
 
 def _told(found: dict[str, Any]) -> str:
-    counts = ", ".join(f"{held['samples']:,} {split}" for split, held in found["splits"].items())
+    from dpscale.lab.datasets.catalogue import find
+
+    official = find(found["name"]).counts
+
+    def count(split: str, samples: int) -> str:
+        whole = official.get(split, samples)
+        return f"{samples:,} {split}" if samples == whole else f"{samples:,} of the official {whole:,} {split}"
+
+    counts = ", ".join(count(split, held["samples"]) for split, held in found["splits"].items())
     origin = found["source"].get("from", "files put there by hand")
     return f"{found['name']}: {counts} images, all checks passed. From {origin}, now in {found['folder']}."
 

@@ -1,5 +1,6 @@
 """Takes official archives, folders of their files, or folders of shards, into the form in which data are kept."""
 
+import hashlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -7,14 +8,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dpscale.lab.datasets import formats, packed
-from dpscale.lab.datasets.archives import Member, members
+from dpscale.lab.datasets.archives import Member, is_archive, members
 from dpscale.lab.datasets.catalogue import Files, Shards
 from dpscale.lab.datasets.folder import DataError, OnProgress, Progress, checksum, ignore, require_checksum
 from dpscale.lab.datasets.packed import Encoded
-from dpscale.lab.datasets.stored import contents
+from dpscale.lab.datasets.stored import MANIFEST, contents, read_manifest
 
 _ATTRIBUTES, _PARTITION = "list_attr_celeba.txt", "list_eval_partition.txt"
 _ATTRIBUTE = "Male"
+_NUMBER = re.compile(r"[0-9]{6}")  # isdigit() takes superscripts for digits
 _PICTURES = (".jpeg", ".jpg", ".png")
 
 
@@ -22,8 +24,9 @@ def take(entry: Files | Shards, path: Path, into: Path, on_progress: OnProgress 
     """Write the files of a data set into the folder ``into``, from ``path``; what that was, and what it held."""
     if not path.exists():
         raise DataError(f"There is no file or folder {path}.")
-    if isinstance(entry, Shards) and path.is_dir() and any(path.glob("*.npz")):
-        return "packed shards", _take_shards(entry, path, into, on_progress)
+    shards = path.parent if path.suffix == ".npz" else path  # one of them, beside the others
+    if isinstance(entry, Shards) and shards.is_dir() and any(shards.glob("*.npz")):
+        return "packed shards", _take_shards(entry, shards, into, on_progress)
     how = (
         _take_files(entry, path, into, on_progress)
         if isinstance(entry, Files)
@@ -33,7 +36,9 @@ def take(entry: Files | Shards, path: Path, into: Path, on_progress: OnProgress 
 
 
 def _take_shards(entry: Shards, path: Path, into: Path, on_progress: OnProgress) -> dict[str, Any]:
-    held = contents(entry, path, None, on_progress)  # refused before it is copied, under names that the user knows
+    # The manifest beside them, if there is one, tells whether any is missing: a copy may have ended early.
+    manifest = read_manifest(entry, path) if (path / MANIFEST).is_file() else None
+    held = contents(entry, path, manifest, on_progress)  # refused before it is copied, under names that the user knows
     for file, known in held["files"].items():
         shutil.copyfile(path / file, into / file)
         require_checksum(into / file, "sha256", known["sha256"], entry.repair)
@@ -42,12 +47,20 @@ def _take_shards(entry: Shards, path: Path, into: Path, on_progress: OnProgress)
 
 def _pack(entry: Shards, path: Path, into: Path, on_progress: OnProgress) -> str:
     samples = _celeba(entry, path) if entry.layout == "celeba" else _class_folders(entry, path)
-    counts = packed.pack(samples, entry, into, on_progress)
+    labels = packed.pack(samples, entry, into, on_progress)
+    counts = {split: len(held) for split, held in labels.items()}
     if counts != dict(entry.counts):
         raise DataError(
             f"{path} has {_told(counts)} images; the official archive has {_told(dict(entry.counts))}. "
             f"Needed: {entry.by_hand}."
         )
+    for split, official in entry.per_class.items():
+        for label, (name, wanted) in enumerate(zip(entry.classes, official, strict=True)):
+            if (found := labels[split].count(label)) != wanted:
+                raise DataError(
+                    f"{path} has {found} {split} images of the class {name}; the official archive has {wanted}. "
+                    f"Needed: {entry.by_hand}."
+                )
     return "official images, packed here"
 
 
@@ -55,12 +68,19 @@ def _pack(entry: Shards, path: Path, into: Path, on_progress: OnProgress) -> str
 
 
 def _take_files(entry: Files, path: Path, into: Path, on_progress: OnProgress) -> str:
+    if entry.layout == "idx" and path.is_file() and not is_archive(path) and _idx_name(path.name) not in entry.md5:
+        raise DataError(f"{path} is none of {', '.join(entry.md5)}. Needed: {entry.by_hand}.")
     read = {"idx": _idx, "cifar": _cifar}[entry.layout]
     kinds = set()
-    for done, (file, content, kind) in enumerate(read(entry, path), 1):
+    right: set[str] = set()
+    for file, content, kind in read(entry, path):
+        if file in right:
+            continue  # of several of one name, as in a folder with MNIST and FashionMNIST, the right one
+        if hashlib.md5(content, usedforsecurity=False).hexdigest() == entry.md5[file]:
+            right.add(file)
         (into / file).write_bytes(content)
         kinds.add(kind)
-        on_progress(Progress("reading", done, len(entry.md5), "files"))
+        on_progress(Progress("reading", len(right), len(entry.md5), "files"))
     missing = [file for file in entry.md5 if not (into / file).exists()]
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}. Needed: {entry.by_hand}.")
@@ -75,9 +95,12 @@ def _take_files(entry: Files, path: Path, into: Path, on_progress: OnProgress) -
 
 def _idx(entry: Files, path: Path) -> Iterator[tuple[str, bytes, str]]:
     for member in members(path):
-        file = member.base.removesuffix(".gz").replace(".idx", "-idx")
-        if file in entry.md5:
+        if (file := _idx_name(member.base)) in entry.md5:
             yield file, member.read(), "official idx files"
+
+
+def _idx_name(name: str) -> str:
+    return name.removesuffix(".gz").replace(".idx", "-idx")
 
 
 def _cifar(entry: Files, path: Path) -> Iterator[tuple[str, bytes, str]]:
@@ -127,7 +150,8 @@ def _class_folders(entry: Shards, path: Path) -> Iterator[Encoded]:
             raise DataError(
                 f"{path} has the class {parts[-2]!r}, which {entry.name} does not. Needed: {entry.by_hand}."
             )
-        yield Encoded(parts[-3], entry.folders.index(parts[-2]), member.read(), f"{member.name} in {path}")
+        label, name = entry.folders.index(parts[-2]), f"{member.name} in {path}"
+        yield Encoded(parts[-3], label, member.read(), name, place="/".join(parts[-3:]))
 
 
 def _celeba(entry: Shards, path: Path) -> Iterator[Encoded]:
@@ -152,7 +176,7 @@ def _face(entry: Shards, number: int, member: Member, labels: dict[int, int], sp
     if number not in labels or split is None:
         lacking = _ATTRIBUTES if number not in labels else _PARTITION
         raise DataError(f"{member.name} in {member.where} has no place in {lacking}. Needed: {entry.by_hand}.")
-    return Encoded(split, labels[number], member.read(), f"{member.name} in {member.where}", number)
+    return Encoded(split, labels[number], member.read(), f"{member.name} in {member.where}", number, member.base)
 
 
 def _attributes(path: Path) -> dict[int, int]:
@@ -165,12 +189,12 @@ def _attributes(path: Path) -> dict[int, int]:
         cells = line.split()
         if not cells:
             continue
-        if len(cells) != len(names) + 1 or cells[column + 1] not in ("1", "-1") or not cells[0][:6].isdigit():
+        if len(cells) != len(names) + 1 or cells[column + 1] not in ("1", "-1") or not _NUMBER.match(cells[0]):
             raise DataError(
                 f"Line {i} of {path} is not a file name and {len(names)} values 1 or -1. Download it again."
             )
         labels[int(cells[0][:6])] = int(cells[column + 1] == "1")
-    if not lines[0].strip().isdigit() or int(lines[0]) != len(labels):
+    if lines[0].strip() != str(len(labels)):
         raise DataError(f"{path} promises {lines[0].strip()!r} images and lists {len(labels)}. Download it again.")
     return labels
 
@@ -181,7 +205,7 @@ def _partition(path: Path) -> dict[int, str]:
         cells = line.split()
         if not cells:
             continue
-        if len(cells) != 2 or cells[1] not in names or not cells[0][:6].isdigit():
+        if len(cells) != 2 or cells[1] not in names or not _NUMBER.match(cells[0]):
             raise DataError(f"Line {i} of {path} is not a file name and 0, 1 or 2. Download it again.")
         splits[int(cells[0][:6])] = names[cells[1]]
     return splits

@@ -45,13 +45,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One image to be packed: ``name`` is what errors call it, ``id`` its official number."""
+    """One image to be packed: ``name`` is what errors call it, ``id`` its official number, ``place`` where it is in the
+    data set, wherever that lies."""
 
     split: str
     label: int
     image: bytes
     name: str
     id: int | None = None
+    place: str = ""
 
 
 def threads() -> int:
@@ -98,8 +100,10 @@ def read_shard(path: Path, entry: Shards) -> Shard:
     wrong = ""
     if image.dtype != np.uint8 or image.ndim != 1:
         wrong = f"'image' is {image.dtype} {image.shape}, not a row of uint8"
-    elif label.dtype != np.uint8 or n <= 0:
+    elif label.dtype != np.uint8 or n < 0:
         wrong = f"'label' is {label.dtype} {label.shape}, not a row of uint8"
+    elif n == 0:
+        wrong = "it holds no image"
     elif offset.dtype != np.int64 or offset.shape != (n + 1,):
         wrong = f"'offset' is {offset.dtype} {offset.shape}, not int64 ({n + 1},)"
     elif offset[0] != 0 or offset[-1] != len(image) or (np.diff(offset) <= 0).any():
@@ -193,24 +197,28 @@ def _open(shard: Shard, i: int, entry: Shards) -> Any:
     return picture
 
 
-def pack(samples: Iterable[Encoded], entry: Shards, folder: Path, on_progress: OnProgress = ignore) -> dict[str, int]:
-    """Resize and encode images and write them as shards, shuffled within each split in a fixed order.
-
-    Returns the number of images per split.
+def pack(
+    samples: Iterable[Encoded], entry: Shards, folder: Path, on_progress: OnProgress = ignore
+) -> dict[str, list[int]]:
+    """Resize and encode images and write them as shards, shuffled within each split in an order that depends on their
+    places alone. Returns the labels of each split.
     """
-    packed: dict[str, list[tuple[int, int | None, bytes]]] = {}
+    packed: dict[str, list[tuple[str, tuple[int, int | None, bytes]]]] = {}
     total, done = sum(entry.counts.values()), 0
     with ThreadPoolExecutor(threads()) as pool:
         for group in _groups(samples, 8 * _BLOCK):
             for sample, webp in zip(group, pool.map(_webp(entry), group), strict=True):
-                packed.setdefault(sample.split, []).append((sample.label, sample.id, webp))
+                packed.setdefault(sample.split, []).append((sample.place, (sample.label, sample.id, webp)))
             done += len(group)
             on_progress(Progress("packing", done, total, "images"))
-    for split, rows in packed.items():
+    labels = {}
+    for split, placed in packed.items():
+        rows = [row for _, row in sorted(placed, key=lambda each: each[0])]
+        labels[split] = [label for label, _, _ in rows]
         order = np.random.default_rng(_ORDER_SEED).permutation(len(rows))
         for i, start in enumerate(range(0, len(rows), entry.per_shard)):
             _write_shard(folder / shard_name(split, i), [rows[j] for j in order[start : start + entry.per_shard]])
-    return {split: len(rows) for split, rows in packed.items()}
+    return labels
 
 
 def _write_shard(path: Path, rows: Sequence[tuple[int, int | None, bytes]]) -> None:
