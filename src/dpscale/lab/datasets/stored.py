@@ -69,8 +69,12 @@ def read(name: str, folder: str | os.PathLike[str] | None = None, on_progress: O
 
 
 def is_there(name: str, folder: str | os.PathLike[str] | None = None) -> bool:
-    """Whether the data folder has this data set; `inspect` says whether it is sound."""
-    return (data_folder(folder) / name).is_dir()
+    """Whether the data folder has something of this data set; `inspect` says whether it is sound."""
+    home = data_folder(folder) / name
+    try:
+        return home.is_dir() and any(not path.name.startswith(".") for path in home.iterdir())
+    except PermissionError:  # there, but not for everyone
+        return True
 
 
 def require_there(name: str, folder: str | os.PathLike[str] | None = None) -> None:
@@ -140,23 +144,34 @@ def read_manifest(entry: Files | Shards, home: Path) -> dict[str, Any]:
     path = home / MANIFEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        known = isinstance(found, dict) and found["format"] == FORMAT and found["name"] == entry.name
-        if known and isinstance(found["files"], dict) and isinstance(found["source"], dict):
+        if _is_manifest(found, entry):
             return dict(found)
         problem = f"is not a manifest of {entry.name}, format {FORMAT}"
     except FileNotFoundError:
         if isinstance(entry, Files):
             return {}
         problem = "is missing"
-    except (ValueError, KeyError):
-        problem = "is not JSON, or lacks something"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        problem = "is not JSON, or lacks something that a manifest has"
     raise DataError(f"The file {path} {problem}. Run '{entry.repair}'.")
+
+
+def _is_manifest(found: Any, entry: Files | Shards) -> bool:
+    kind = "md5" if isinstance(entry, Files) else "sha256"
+    return (
+        found["format"] == FORMAT
+        and found["name"] == entry.name
+        and found["image"] == list(entry.shape)
+        and isinstance(found["source"], dict)
+        and all(isinstance(held["samples"], int) for held in found["splits"].values())
+        and all(isinstance(held[kind], str) for held in found["files"].values())
+    )
 
 
 def _home(name: str, folder: str | os.PathLike[str] | None) -> tuple[Files | Shards, Path]:
     root = data_folder(folder)
     entry, home = find(name, root), root / name
-    if not home.is_dir():
+    if not is_there(name, root):
         more = "" if entry.sources else f", where PATH has {entry.by_hand}"
         raise DataError(f"The data set {name} is not in the data folder {root}. Run '{entry.repair}'{more}.")
     return entry, home
@@ -220,12 +235,16 @@ def check_decoded(
 ) -> None:
     """Compare decoded images with the checksum taken when they were written; others are decoded anew.
 
-    ``on_note`` is told of each file that is. Images that were not decoded yet are left so.
+    ``on_note`` is told of each file that is. Images that were not decoded yet are left so. What a process left that was
+    killed while it decoded is removed.
     """
     entry, home = _home(name, folder)
     if isinstance(entry, Files):
         return
     manifest = read_manifest(entry, home)
+    if _leftovers(home):
+        with suppress(PermissionError), locked(home.parent, name) as alone:
+            _clear(home, alone)
     for split in entry.splits:
         path = decoded_file(home, manifest, split)
         known = _sealed(path).get("sha256")
@@ -247,9 +266,10 @@ def _decoded(
     if (found := _mapped(path, shape)) is not None:
         return found
     try:
-        with locked(home.parent, entry.name):
+        with locked(home.parent, entry.name) as alone:
             if (found := _mapped(path, shape)) is not None:  # another process has decoded it meanwhile
                 return found
+            _clear(home, alone)
             for old in home.glob(f"{split}-*.npy*"):  # with what is known of it
                 old.unlink()
             header, digest = io.BytesIO(), hashlib.sha256()
@@ -265,6 +285,19 @@ def _decoded(
     found = _mapped(path, shape)
     assert found is not None, "it was just written"
     return found
+
+
+def _leftovers(home: Path) -> list[Path]:
+    """Decoded images that were never finished, or are being written now."""
+    # What is beside them, .npy.json, is written without the lock too, and small.
+    return [path for path in home.glob(".*.npy.*.tmp") if ".npy.json." not in path.name]
+
+
+def _clear(home: Path, alone: bool) -> None:
+    """Remove `_leftovers`, if `locked` says that nobody else can be writing them."""
+    for path in _leftovers(home) if alone else ():
+        with suppress(OSError):
+            path.unlink()
 
 
 def _mapped(path: Path, shape: tuple[int, ...]) -> np.ndarray | None:
