@@ -53,6 +53,28 @@ def test_version_and_bare_command():
     assert "Commands:" in run().stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "place", "told"),
+    [
+        ("train digits", "compare.train", "What is finished is recorded; the same command goes on."),
+        ("compare digits", "compare.compare", "What is finished is recorded; the same command goes on."),
+        ("reproduce table2", "paper.experiments", "What is finished is recorded; the same command goes on."),
+        ("reproduce theory", "theory.compute", "Nothing half-done was left behind; the same command begins again."),
+        ("features cifar10 --encoder resnet50-imagenet", "data.load", "Nothing half-done was left behind; the same"),
+        ("data get mnist", "datasets.obtaining.get", "the same command begins again, a download where it stopped."),
+        ("data import mnist .", "datasets.obtaining.take", "No half-done data set was left behind; the same command"),
+    ],
+)
+def test_an_interrupt_promises_what_there_is(monkeypatch, tmp_path, command, place, told):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"dpscale.lab.{place}", interrupted)
+    (line,) = run(*command.split(), code=130).stderr.splitlines()
+    assert line.startswith("dpscale: interrupted. ") and told in line
+
+
 # -- calibrate and epsilon -------------------------------------------------------------------------------------
 
 

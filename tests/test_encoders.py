@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from dpscale import cli
 from dpscale.lab.data import Data
-from dpscale.lab.datasets.folder import checksum, data_folder
+from dpscale.lab.datasets.folder import DiskFull, checksum, data_folder
 from dpscale.lab.encoders import ENCODERS, Encoder, encoder, export, features, registry, resnet, simclr, tfjs, weights
 from dpscale.lab.encoders.features import extract, prepare
 
@@ -386,6 +387,13 @@ class TestFilesOfWeights:
         with pytest.raises(ValueError, match=r"must be \.safetensors, \.pth or \.pt"):
             weights.read(tmp_path / "w.bin")
 
+    # A letter that is no instruction, a stack that is empty, a text that is cut: each raises another kind of error.
+    @pytest.mark.parametrize("held", [b"", b"hello", b".", b"\x80\x02}q\x00(X", b"PK\x03\x04"])
+    def test_what_is_no_torch_file(self, tmp_path, held):
+        (tmp_path / "w.pth").write_bytes(held)
+        with pytest.raises(ValueError, match=r"w\.pth cannot be read as tensors alone"):
+            weights.read(tmp_path / "w.pth")
+
     def test_a_torch_file_executes_nothing(self, tmp_path):
         torch.save({"a": Opens()}, tmp_path / "w.pth")
         with pytest.raises(ValueError, match="cannot be read as tensors alone"):
@@ -404,6 +412,22 @@ class TestFilesOfWeights:
             weights.write(path, {"a": torch.zeros(1)}, {})
         assert weights.read(path)["a"] == 1
         assert list(tmp_path.iterdir()) == [path]
+
+    def test_a_full_disk_is_told_as_for_data_sets(self, tmp_path, monkeypatch):
+        path = tmp_path / "w.safetensors"
+        weights.write(path, {"a": torch.ones(1)}, {})
+        for told, kind in (("I/O error: No space left on device (os error 28)", DiskFull),
+                           ("I/O error: Input/output error (os error 5)", OSError),
+                           ("invalid header", safetensors.SafetensorError)):  # fmt: skip
+
+            def failing(tensors, name, metadata, told=told):
+                raise safetensors.SafetensorError(f"Error while serializing: {told}")
+
+            monkeypatch.setattr(safetensors.torch, "save_file", failing)
+            with pytest.raises(kind) as error:
+                weights.write(path, {"a": torch.zeros(1)}, {})
+            assert type(error.value) is kind
+            assert weights.read(path)["a"] == 1 and list(tmp_path.iterdir()) == [path]
 
     def test_export_in_half_differs_by_rounding(self, tiny, tmp_path):
         source, x = tmp_path / "encoders" / "tiny.safetensors", uniform(4, 3, 32, 32)
@@ -499,6 +523,56 @@ class TestFeatures:
         assert reused(tmp_path)
         weights.write(path, {"train": torch.ones(1)}, {})
         assert not reused(tmp_path)
+
+    def test_a_changed_byte_is_noticed(self, tiny, tmp_path):
+        made = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu")
+        assert made.provenance["features_sha256"]
+        held = made.path.read_bytes()
+        for at in (-1, -(5 * 32 * 4) - 1):  # the last of train, and of test, which lies before it
+            changed = bytearray(held)
+            changed[at] ^= 0xFF
+            made.path.write_bytes(changed)
+            again = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu")
+            assert not again.reused
+            assert torch.equal(again.train, made.train) and torch.equal(again.test, made.test)
+        assert reused(tmp_path)
+
+    def test_files_without_a_checksum_are_computed_again(self, tiny, tmp_path):
+        made = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu")
+        before = {name: value for name, value in made.provenance.items() if name != "features_sha256"}
+        for older in (before, {**made.provenance, "format": 1}):
+            weights.write(made.path, {"train": made.train, "test": made.test}, {"provenance": json.dumps(older)})
+            assert not reused(tmp_path)
+            assert reused(tmp_path)
+
+    def test_a_disk_without_room_is_told_before_computing(self, tiny, tmp_path, monkeypatch):
+        wanted, free, seen = (5 + 3) * 32 * 2, 0, []
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        with pytest.raises(OSError, match=r"The features take 0\.0 MB, and the disk that .* is on has 0\.0 MB left"):
+            reused(tmp_path, dtype=torch.float16, on_progress=seen.append)
+        assert not seen and not list((tmp_path / "features").glob("*.safetensors"))
+        free = wanted - 1
+        with pytest.raises(OSError, match="Free some room, or choose another folder with --data"):
+            reused(tmp_path, dtype=torch.float16)
+        free = wanted
+        assert not reused(tmp_path, dtype=torch.float16)
+
+    # Petabytes, for which there are no addresses, whatever a system promises; then more bytes than can be counted.
+    @pytest.mark.parametrize(
+        ("size", "batch", "smaller"), [(10**7, 2, "batch or size"), (10**7, 1, "size"), (2**31, 1, "size")]
+    )
+    def test_too_little_memory(self, tiny, tmp_path, size, batch, smaller):
+        with pytest.raises(ValueError) as error:
+            reused(tmp_path, size=size, batch=batch)
+        assert f"cpu has no room for {batch} images of {size} × {size}: choose a smaller {smaller}." == str(error.value)
+
+    def test_other_failures_are_not_taken_for_it(self, tiny, tmp_path, monkeypatch):
+        def failing(*_):
+            raise RuntimeError("something else")
+
+        monkeypatch.setattr(resnet.ResNet50, "forward", failing)
+        with pytest.raises(RuntimeError, match="something else"):
+            reused(tmp_path)
 
     def test_interrupted_leaves_nothing_that_looks_whole(self, tiny, tmp_path):
         def interrupt(now):
@@ -668,6 +742,13 @@ class TestCommand:
         ):
             code, out, err = self.run("tiny-images", "--encoder", name, "--data", tmp_path)
             assert (code, out) == (2, "") and text in err and err.count("\n") == 1
+
+    def test_a_checkpoint_that_is_none_is_one_line(self, tmp_path, loading):
+        path = tmp_path / "x.pth"
+        path.write_text("hello")
+        asked = ("tiny-images", "--encoder", "resnet50-imagenet", "--checkpoint", path, "--data", tmp_path)
+        code, out, err = self.run(*asked)
+        assert (code, out) == (2, "") and "x.pth cannot be read as tensors alone" in err and err.count("\n") == 1
 
     def test_help_shows_an_example(self):
         code, out, _ = self.run("--help")

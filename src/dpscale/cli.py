@@ -26,17 +26,27 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
+_AFTER_INTERRUPT = {
+    **dict.fromkeys(
+        ("train", "compare", "reproduce table2", "reproduce figures", "reproduce all"),
+        "What is finished is recorded; the same command goes on.",
+    ),
+    "data": "No half-done data set was left behind; the same command begins again, a download where it stopped.",
+}
+_BEGINS_AGAIN = "Nothing half-done was left behind; the same command begins again."
+
 
 class Commands(TyperGroup):
     """Turns every complaint about input, ours or the parser's, into one line on stderr and exit code 2."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command and exit."""
+        asked: dict[str, str | None] = {}  # the context's object: which command it is
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("always", UserWarning)
                 warnings.showwarning = _warn_once()
-                code = super().main(*args, **{**kwargs, "standalone_mode": False})
+                code = super().main(*args, **{**kwargs, "standalone_mode": False, "obj": asked})
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         except Exception as error:
@@ -47,7 +57,8 @@ class Commands(TyperGroup):
             typer.echo(f"dpscale: {' '.join(str(told() if told else error).split())}", err=True)
             code = 2
         if code == INTERRUPTED:
-            typer.echo("dpscale: interrupted. What is finished is recorded; the same command goes on.", err=True)
+            after = _AFTER_INTERRUPT.get(asked.get("command") or "", _BEGINS_AGAIN)
+            typer.echo(f"dpscale: interrupted. {after}", err=True)
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -87,6 +98,7 @@ def _start(
     Example:
       dpscale compare digits
     """
+    context.ensure_object(dict)["command"] = context.invoked_subcommand
     if show_version:
         typer.echo(f"dpscale {version('dpscale')}")
     elif context.invoked_subcommand is None:

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +21,17 @@ from torch import Tensor, nn
 
 from dpscale.checks import require, require_count
 from dpscale.lab.data import Data
-from dpscale.lab.datasets.folder import OnProgress, Progress, checksum, data_folder, ignore, locked
+from dpscale.lab.datasets.folder import VARIABLE, OnProgress, Progress, checksum, data_folder, ignore, locked
 from dpscale.lab.encoders import registry, weights
 from dpscale.lab.encoders.registry import Encoder
 from dpscale.lab.provenance import installed_versions, source_commit
 
-FORMAT = 1
+FORMAT = 2
 """Version of how images are prepared and features are stored; older files are computed anew."""
 
 Normalize = Literal["l2"]
 _TYPES = {torch.float32: "float32", torch.float16: "float16"}
+_NO_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed")  # told in a plain RuntimeError
 
 
 def features(
@@ -105,8 +107,9 @@ def extract(
 ) -> Extracted:
     """The features as stored; the arguments are those of `features`.
 
-    Stored features are taken if encoder, weights, images, size and type are the same; versions of software may differ.
-    Where the weights are not at hand, features made elsewhere from the same images are taken as they are.
+    Stored features are taken if encoder, weights, images, size and type are the same, and their own checksum is right;
+    versions of software may differ. Where the weights are not at hand, features made elsewhere from the same images are
+    taken as they are.
     """
     chosen = registry.encoder(encoder) if isinstance(encoder, str) else encoder
     require_count("features", "batch", batch)
@@ -143,6 +146,7 @@ def extract(
             on_progress(Progress("fetching the encoder", 0, total, "images"))
             source = registry.checkpoint(chosen, folder)
             asked["weights_sha256"] = _weights_sha256(source, own=True)
+        _require_room(path, total * chosen.features * dtype.itemsize)
         on_progress(Progress("loading the encoder", 0, total, "images"))
         model = chosen.load(source).to(place).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         compute = _Compute(model=model, device=place, batch=batch, size=size, total=total, on_progress=on_progress)
@@ -156,6 +160,7 @@ def extract(
             "encoder_title": chosen.title,
             "origin": chosen.origin,
             "features": train.shape[1],
+            "features_sha256": _sha256(train, test),
             "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
             "versions": installed_versions(),
             "commit": source_commit(),
@@ -179,9 +184,12 @@ class _Compute:
         for some in images.split(self.batch):
             try:
                 parts.append(self.model(prepare(some.to(self.device), self.size)).cpu())
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError) and not any(s in str(error) for s in _NO_MEMORY):
+                    raise
                 raise ValueError(
-                    f"{self.device} has no room for {self.batch} images: choose a smaller batch."
+                    f"{self.device} has no room for {len(some)} images of {self.size} × {self.size}: "
+                    f"choose a smaller {'batch or size' if len(some) > 1 else 'size'}."
                 ) from error
             before += len(some)
             self.on_progress(Progress("computing", before, self.total, "images"))
@@ -197,10 +205,14 @@ def prepare(images_NCHW: Tensor, size: int) -> Tensor:
 
 def images_sha256(data: Data) -> str:
     """Checksum of the images, in order, with their shapes and type; labels do not enter the features."""
+    return _sha256(data.train_images, data.test_images)
+
+
+def _sha256(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
-    for images in (data.train_images, data.test_images):
-        digest.update(f"{tuple(images.shape)} {images.dtype};".encode())
-        for some in images.split(4096):
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
+        for some in tensor.split(4096):
             digest.update(some.cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
@@ -215,13 +227,15 @@ def _device(asked: torch.device | str | None) -> torch.device:
 
 
 def _read(path: Path, asked: Mapping[str, Any]) -> Extracted | None:
-    # Unreadable is as good as absent: it is computed again, and replaced.
+    # Unreadable or damaged is as good as absent: it is computed again, and replaced.
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             made = json.loads((file.metadata() or {})["provenance"])
             if any(made.get(name) != value for name, value in asked.items()):
                 return None
             train, test = file.get_tensor("train"), file.get_tensor("test")
+        if _sha256(train, test) != made["features_sha256"]:
+            return None
     except (FileNotFoundError, safetensors.SafetensorError, KeyError, json.JSONDecodeError):
         return None
     return Extracted(train=train, test=test, path=path, provenance=made, reused=True)
@@ -244,6 +258,15 @@ def _require_images(name: str, part: str, images: Tensor) -> None:
         raise ValueError(
             f"An encoder takes colour images (N, 3, height, width), uint8 or floating point in [0, 1]. "
             f"The {part} images of {name!r} are {wrong}."
+        )
+
+
+def _require_room(path: Path, wanted: int) -> None:
+    # Told before hours of computing, not after.
+    if (free := shutil.disk_usage(path.parent).free) < wanted:
+        raise OSError(
+            f"The features take {wanted / 1e6:,.1f} MB, and the disk that {path} is on has {free / 1e6:,.1f} MB left. "
+            f"Free some room, or choose another folder with --data or ${VARIABLE}."
         )
 
 

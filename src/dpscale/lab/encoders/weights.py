@@ -1,6 +1,7 @@
 """Files of weights: read, compared with what a model needs, written whole or not at all."""
 
-import pickle
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,7 +32,9 @@ def read(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"The file {path} must be .safetensors, .pth or .pt.")
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"The file {path} cannot be read as tensors alone (cut short, perhaps).") from error
     found: dict[str, Tensor] = {}
     _flatten(held, "", found)
@@ -67,7 +70,13 @@ def _some(names: Sequence[str], between: str = ", ") -> str:
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file whole or not at all."""
     with room(path), replacing(path) as temporary:
-        safetensors.torch.save_file(dict(tensors), temporary, metadata=dict(metadata))
+        try:
+            safetensors.torch.save_file(dict(tensors), temporary, metadata=dict(metadata))
+        except safetensors.SafetensorError as error:
+            # safetensors tells of a full disk in its own exception, by the system's number alone.
+            if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def halved(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
