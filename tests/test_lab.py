@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,6 +54,8 @@ from dpscale.lab.presets import METHODS, Choice
 from dpscale.momentum import HeavyBall, InnerOuter
 from dpscale.noise import Key
 from dpscale.training import Private
+
+from .helpers import run as run_command
 
 TINY = presets.digits().replace(epochs=2, batch=64, grid=(0.05, 0.2), last_epochs=1, diagnostics=True)
 
@@ -487,13 +490,29 @@ def test_an_empty_or_missing_folder_is_told(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 0}', "\udcff"])
 def test_a_corrupt_record_is_named_with_the_next_action(tmp_path, found, text):
     content = text.encode("utf-8", "surrogateescape")
-    (tmp_path / "broken.json").write_bytes(content)
+    broken = tmp_path / "dp-sgd-seed0-broken.json"
+    broken.write_bytes(content)
     with pytest.raises(ValueError, match=r"broken\.json is not .* Delete it and run the same command again"):
         records.load(tmp_path)
-    (tmp_path / "broken.json").unlink()
+    broken.unlink()
     (tmp_path / "broken.jsonl").write_bytes(json.dumps(found[0].to_dict()).encode() + b"\n" + content + b"\n")
     with pytest.raises(ValueError, match=r"Line 2 of .*broken\.jsonl is not .* Delete it and pack the records again"):
         records.load(tmp_path)
+
+
+@pytest.mark.parametrize("place", [".", "search"])
+def test_a_broken_record_is_found_before_anything_is_trained(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(queue, "run", lambda job: pytest.fail("the work began"))
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / "auto-s-seed0-broken.json").write_text("{")
+    with pytest.raises(ValueError, match=r"broken\.json is not"):
+        compare.compare(TINY, presets.methods("dp-sgd"), [0], tmp_path, workers=1)
+
+
+def test_files_that_are_no_records_are_left_alone(folder, found, tmp_path):
+    shutil.copytree(folder, tmp_path / "digits")
+    (tmp_path / "digits" / "notes.json").write_text('{"a": 1}')
+    assert len(records.load(tmp_path / "digits")) == len(found)
 
 
 def key_of(record):
@@ -892,6 +911,9 @@ def test_the_verdict_calls_nobody_better_within_intervals():
     rows.append(row("D", 0.83, 0.005))
     assert "A and B are above C and D; D is above C." in summary.verdict(rows)
     assert "no interval" in summary.verdict([row("A", 0.9, None), row("B", 0.5, 0.1)])
+    rows.append(row("E", 0.99, None))  # which has begun only
+    assert "A and B are above C and D; D is above C." in summary.verdict(rows)
+    assert summary.verdict(rows).endswith("With a single seed E has no interval yet.")
 
 
 def test_the_verdict_looks_seed_by_seed_too(found):
@@ -912,6 +934,14 @@ def test_a_wider_search_is_told_of_runs_that_it_chose_again(tmp_path):
             assert [each["choice"]["rate"] for each in record.search["tries"]] == list(grid)
             assert record.choice["rate"] == 0.8
     assert "might be better" not in summary.verdict(summary.summarize(done))
+
+
+def test_the_tries_of_two_searches_count_together(tmp_path):
+    config, methods = TINY.replace(tune=True, epochs=1), presets.methods("dp-sgd")
+    for grid in ((0.1, 0.8), (0.8, 400.0)):
+        (done,) = compare.compare(config.replace(grid=grid), methods, [0], tmp_path, workers=1).records
+    assert done.choice["rate"] == 0.8 and [each["choice"]["rate"] for each in done.search["tries"]] == [0.1, 0.8, 400.0]
+    assert "might be better" not in summary.verdict(summary.summarize([done]))
 
 
 def test_the_verdict_says_where_a_search_stopped_at_the_end_of_its_grid(found):
@@ -941,8 +971,14 @@ def test_settings_are_never_mixed_in_a_table(found):
     other = dataclasses.replace(found[0], config={**found[0].config, "epochs": 9}, created="1999")
     chosen, left_out = summary.select([*found, other, dataclasses.replace(found[0], role="search")])
     assert chosen == found and left_out == 1
-    chosen, left_out = summary.select([*found, other], like=other)
+    chosen, left_out = summary.select([*found, other], like=[other])
     assert chosen == [other] and left_out == len(found)
+
+
+def test_the_rates_that_are_asked_for_are_shown_and_not_those_of_a_later_run(found):
+    later = [dataclasses.replace(at(record, 9.0), created="2999") for record in found]
+    assert summary.select([*found, *later])[0] == later
+    assert summary.select([*found, *later], like=found)[0] == found
 
 
 # -- figures and report ----------------------------------------------------------------------------------------
@@ -1098,6 +1134,32 @@ def several(found, tmp_path_factory):
     return out
 
 
+def test_the_statement_names_the_seeds_of_all_runs(found):
+    (row,) = (row for row in summary.summarize(found) if row.method == "dp-sgd")
+    assert "Batches and noise come from a seed, 0, 1 in turn, so that" in row.statement
+    (alone,) = summary.summarize([record for record in found if record.method == "dp-sgd"][:1])
+    assert "come from the seed 0, so that" in alone.statement
+
+
+def test_an_experiment_that_was_stopped_before_its_first_record_is_none(several, tmp_path):
+    out = shutil.copytree(several, tmp_path / "out")
+    (out / "celeba-male").mkdir()
+    (out / "celeba-male" / ".claims").touch()
+    assert [one.preset for one in paper.load(out)] == ["mnist", "cifar10-simclr", "imagenette"]
+
+
+def test_the_page_of_all_experiments_keeps_those_that_were_not_asked_for(several, tmp_path, monkeypatch):
+    out = shutil.copytree(several, tmp_path / "out")
+    mnist = next(one for one in paper.load(out) if one.preset == "mnist")
+    asked = []
+    monkeypatch.setattr(paper, "experiments", lambda configs, *_, **__: asked.extend(configs) or [mnist])
+    run_command("reproduce", "table2", "--presets", "mnist,mnist", "--out", out)
+    assert [config.preset for config in asked] == ["mnist"]  # once
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert page.index('<section id="mnist">') < page.index('<section id="cifar10-simclr">')
+    assert "3 experiments" in page
+
+
 def test_experiments_are_found_in_the_papers_order(several, folder, found):
     loaded = paper.load(several)
     assert [(one.preset, len(one.records), one.left) for one in loaded] == [
@@ -1191,9 +1253,10 @@ def test_one_picture_sets_every_experiment_beside_the_paper(several, tmp_path):
     assert panels[1].get_title("left").endswith(", features of resnet50-imagenet")
     page = report.page(found)
     assert page.count('aria-label="Test accuracy of each method here') == 1
-    markdown.write(tmp_path / "told.md", found)
-    assert f"![{picture.caption}](figures/told.png)" in (tmp_path / "told.md").read_text(encoding="utf-8")
-    assert (tmp_path / "figures" / "told.png").read_bytes().startswith(b"\x89PNG")
+    markdown.write(tmp_path / "it is told.md", found)
+    text = (tmp_path / "it is told.md").read_text(encoding="utf-8")
+    assert f"![{picture.caption}](figures/it%20is%20told.png)" in text
+    assert (tmp_path / "figures" / "it is told.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_the_paper_has_not_is_not_set_beside_it(found, tmp_path):
@@ -1380,6 +1443,11 @@ def test_methods_that_were_not_searched_alike_are_told(found):
         assert "NOT SEARCHED ALIKE" in summary.verdict(rows) and not summary.alike(rows)
         page = "".join(report._search(records_, summary.alike(rows)))
         assert "not searched alike" in page and "same number of tries" not in page
+    given = [alike[0], dataclasses.replace(other, search=None)]
+    assert "DP-PSASC had no search" in summary.verdict(summary.summarize(given))
+    control = dataclasses.replace(alike[1], method="psac-lr-over-s")  # it follows DP-PSASC
+    assert summary.alike(summary.summarize([*alike, control]))
+    assert summary.alike(summary.summarize([dataclasses.replace(each, search=None) for each in alike]))
 
 
 @pytest.mark.parametrize("poison", [{"accuracy": None}, {"versions": {}}, {"curves": {}}, {"preset": "../away"}])
@@ -1635,6 +1703,50 @@ def test_an_interrupt_ends_the_processes_at_once(error):
         process = pool.submit(os.getpid).result()
         pool.submit(time.sleep, 600)
         raise error
+    assert_ends(process)
+
+
+PARENT = """
+import os, time
+from dpscale.lab import processes
+
+if __name__ == "__main__":
+    with processes.processes(1) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        pool.submit(time.sleep, 600).result()
+"""
+
+
+def test_processes_end_with_the_one_that_began_them_however_it_ends(tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    with subprocess.Popen([sys.executable, tmp_path / "parent.py"], stdout=subprocess.PIPE, text=True) as parent:
+        process = int(parent.stdout.readline())
+        parent.kill()
+    assert_ends(process)
+
+
+def test_a_process_that_was_ended_from_outside_is_told_in_a_line(folder, tmp_path):
+    class Broken(Executor):
+        def submit(self, *_):
+            failed = Future()
+            failed.set_exception(BrokenProcessPool("A process in the process pool was terminated abruptly"))
+            return failed
+
+    jobs, _ = jobs_of(records.load(folder)[:1])
+    with pytest.raises(ValueError, match=r"ended from outside\. Run the same command again, with fewer --workers"):
+        queue_in(tmp_path, 2).run(jobs, Broken())
+
+
+def test_a_single_run_that_is_packed_beside_its_folder_is_not_repeated(tmp_path, monkeypatch):
+    config = TINY.replace(epochs=1, diagnostics=False)
+    done = compare.train(config, METHODS["dp-sgd"], 0, tmp_path / "digits")
+    records.pack(tmp_path / "digits", tmp_path / "digits.jsonl")
+    shutil.rmtree(tmp_path / "digits")
+    monkeypatch.setattr(compare, "run", lambda *_: pytest.fail("was run again"))
+    assert compare.train(config, METHODS["dp-sgd"], 0, tmp_path / "digits") == done
+
+
+def assert_ends(process):
     for _ in range(200):
         try:
             os.kill(process, 0)

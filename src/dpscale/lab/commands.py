@@ -88,7 +88,7 @@ def compare(
         ).records
     rows = summary.summarize(found)
     folder.mkdir(parents=True, exist_ok=True)  # there is none yet if all records were packed beside it
-    path, _ = report.write(folder, like=found[0])
+    path, _ = report.write(folder, like=found)
     seconds = time.perf_counter() - start
     if as_json:
         shown = [row.to_dict() for row in rows]
@@ -160,6 +160,8 @@ def _reproduce(context: typer.Context) -> None:
       dpscale reproduce all --out runs/paper
       dpscale reproduce theory --out runs/theory
     """
+    # Which of them it is: not all have records to go on from after an interrupt.
+    context.ensure_object(dict)["command"] = f"reproduce {context.invoked_subcommand}"
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -291,12 +293,13 @@ def _experiments(
     from dpscale.lab import figures as pictures
 
     configs = [configured(name, None, data, values, **changes) for name in _names(names)]
+    others = paper.others(out, [config.preset for config in configs])
     with display.experiments_bar(quiet=as_json) as bar:
         found = paper.experiments(
             configs, presets.methods(methods), out, seeds=seeds, workers=workers,
             budget=None if minutes is None else 60 * minutes, command=_command(), on_finished=bar,
         )  # fmt: skip
-    path = report.write_all(out, found) if any(one.records for one in found) else None
+    path = report.write_all(out, paper.ordered([*found, *others])) if any(one.records for one in found) else None
     if changes.get("diagnostics"):
         for one in (one for one in found if one.records):
             pictures.write(out / one.preset / "figures", pictures.pictures(one.records))
@@ -314,7 +317,8 @@ def _experiments(
 def _names(names: str | None) -> list[str]:
     from dpscale.lab import paper
 
-    wanted = [name.strip() for name in names.split(",")] if names else list(paper.PRESETS)
+    given = paper.PRESETS if names is None else (name.strip() for name in names.split(","))
+    wanted = list(dict.fromkeys(given))
     for name in wanted:
         presets.preset(name)  # refuses unknown ones
     return wanted

@@ -17,7 +17,7 @@ from dpscale.checks import require
 from dpscale.lab import processes, records
 from dpscale.lab.gpu import fitting, points
 from dpscale.lab.presets import METHODS, Choice, Config, Method, searched
-from dpscale.lab.queue import Finished, Queue, file_of
+from dpscale.lab.queue import Finished, Queue
 from dpscale.lab.records import Record
 from dpscale.lab.runner import Job, Progress, calibrate, run
 
@@ -56,6 +56,7 @@ def compare(
         deadline: by `time.monotonic`; no run is begun after it, and those under way are finished.
     """
     require(bool(methods) and bool(seeds), "compare", "methods", "given, with seeds", (methods, seeds))
+    records.check(out)  # before hours of training, not when the table is made
     sources = [METHODS[name] for name in searched([method.name for method in methods])]
     tries = sum(len(config.tries(source)) for source in sources) if config.tune else 0
     total = tries + len(methods) * len(seeds)
@@ -141,9 +142,9 @@ def train(
     job = Job(
         config=config, method=method.name, seed=seed, choice=config.given(method), noise_multiplier=0.0, command=command
     )
-    path = file_of(out, job)
-    if path.exists():
-        return records.read(path)
+    known = Queue(out=out, total=1, on_finished=lambda _: None, workers=1, deadline=None).known(job)
+    if known is not None:
+        return known
     record = run(replace(job, noise_multiplier=calibrate(config) if method.rule else 0.0), on_progress)
     record.save(out)
     return record

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from dpscale.lab import figures, records
 from dpscale.lab.paper import Experiment
@@ -44,7 +45,7 @@ def before(path: Path) -> str:
 def write(path: Path, found: Sequence[Experiment], before: str = "") -> None:
     """The page, and its picture in a folder ``figures`` beside it; ``before`` is as in `page`."""
     picture, place = figures.beside_the_paper(found), Path("figures") / f"{path.stem}.png"
-    shown = "" if picture is None else f"![{picture.caption}]({place.as_posix()})"
+    shown = "" if picture is None else f"![{picture.caption}]({quote(place.as_posix())})"
     if picture is not None:
         records.write(path.parent / place, figures.png(picture.figure))
     records.write(path, page(found, before, shown))

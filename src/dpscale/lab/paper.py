@@ -152,9 +152,20 @@ def _require_data(config: Config, methods: Sequence[Method], seeds: Sequence[int
             raise
 
 
-def load(out: Path, like: Record | None = None) -> list[Experiment]:
+def load(out: Path, like: Sequence[Record] = ()) -> list[Experiment]:
     """The experiments whose records lie in ``out``, as `sources` finds them; of several settings the newest."""
     return [_loaded(source, like) for source in sources(out)]
+
+
+def others(out: Path, names: Sequence[str]) -> list[Experiment]:
+    """What ``out`` has of experiments that are none of these."""
+    return [_loaded(source) for source in sources(out) if source != out and source.stem not in names]
+
+
+def ordered(found: Sequence[Experiment]) -> list[Experiment]:
+    """In the paper's order, others after its own."""
+    order = {name: place for place, name in enumerate(PRESETS)}
+    return sorted(found, key=lambda one: (order.get(one.preset, len(order)), one.preset))
 
 
 def sources(out: Path) -> list[Path]:
@@ -163,14 +174,14 @@ def sources(out: Path) -> list[Path]:
     Folders in ``out`` that are named like presets, and files ``*.jsonl``; or ``out`` itself.
     """
     kept = {path.stem: path for path in sorted(out.glob("*.jsonl"))}
-    kept |= {name: out / name for name in presets.PRESETS if (out / name).is_dir()}
+    kept |= {name: out / name for name in presets.PRESETS if records.are_in(out / name)}
     if not kept or any(out.glob("*-seed*.json")):
         return [out]
     order = {name: place for place, name in enumerate(PRESETS)}
     return sorted(kept.values(), key=lambda path: (order.get(path.stem, len(order)), path.stem))
 
 
-def _loaded(source: Path, like: Record | None) -> Experiment:
+def _loaded(source: Path, like: Sequence[Record] = ()) -> Experiment:
     searching = source.is_dir() and (source / "search").is_dir() and not any(source.glob("*.json*"))
     if searching and not records.beside(source).is_file():
         return Experiment(preset=source.name, records=[], rows=[], left=0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
@@ -18,6 +19,14 @@ def _start_worker(compiling: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(compiling))  # each would start as many as cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle, and to report once
+    if (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the other is gone, however it ended: nobody would take what comes of it."""
+    multiprocessing.connection.wait([parent])
+    os._exit(1)
 
 
 class Here(Executor):

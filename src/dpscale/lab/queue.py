@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,15 @@ class Queue:
         self.done = 0
         self.noise_multiplier: float | None = None
         self.compiled: set[Any] = set()
-        self.here: dict[str, Any] | None = None  # checksums of the data
+        self.here: dict[str, Any] = {}  # checksums of the data
         packed = records.beside(out)
         self.packed = {record.key: record for record in records.load(packed)} if packed.is_file() else {}
 
     def run(self, jobs: Sequence[Job], pool: Executor) -> list[Record]:
         """The records of these runs, but for those that a deadline left undone."""
         found, missing = [], []
-        self.here = checksums(jobs[0].config.data) if jobs else None  # all are of one experiment
         for job in jobs:
-            if (known := self._known(job)) is None:
+            if (known := self.known(job)) is None:
                 missing.append(job)
             else:
                 self.done += 1
@@ -87,11 +86,13 @@ class Queue:
             self.on_finished(Finished(record=record, done=self.done, total=self.total))
         return found
 
-    def _known(self, job: Job) -> Record | None:
+    def known(self, job: Job) -> Record | None:
         """The record that there is of a run; None if there is none, or one of other data."""
+        if job.config.data not in self.here:
+            self.here[job.config.data] = checksums(job.config.data)
         path = file_of(self.out, job)
         known = records.read(path) if path.exists() else self.packed.get(key_of(job))
-        if known is None or self.here not in (None, known.data.get("checksums")):
+        if known is None or self.here[job.config.data] not in (None, known.data.get("checksums")):
             return None
         return self._searched(known, job)
 
@@ -99,9 +100,7 @@ class Queue:
         """The record of a run that a wider search has chosen again: that search is told from now on."""
         if job.search is None or json.dumps(record.search) == json.dumps(job.search):
             return record
-        if record.search is not None and not _tried(record.search) <= _tried(job.search):
-            return record  # tries that were made are not forgotten
-        record = replace(record, search=job.search)
+        record = replace(record, search=_together(record.search, job.search))
         record.save(_folder(self.out, record.role))
         return record
 
@@ -126,7 +125,7 @@ class Queue:
                     if not claims.take(key_of(job)):
                         waiting.append(job)
                         elsewhere += 1
-                    elif (known := self._known(job)) is not None:
+                    elif (known := self.known(job)) is not None:
                         claims.leave(key_of(job))
                         yield known
                     else:
@@ -150,6 +149,9 @@ class Queue:
             claims.close()
             for future in under_way:
                 future.cancel()
+        if isinstance(failure, BrokenExecutor):
+            action = "Run the same command again, with fewer --workers if memory was short: what is finished is kept."
+            raise ValueError(f"A process that runs were done in was ended from outside. {action}") from failure
         if isinstance(failure, torch.OutOfMemoryError):
             action = "Free it of other processes, or go through batches in smaller parts: --set micro_batch=16"
             raise ValueError(f"The GPU has no memory for this run. {action}") from failure
@@ -164,8 +166,10 @@ class Queue:
         return self.deadline is None or time.monotonic() < self.deadline
 
 
-def _tried(search: Mapping[str, Any]) -> set[str]:
-    return {json.dumps(each["choice"], sort_keys=True) for each in search["tries"]}
+def _together(before: Mapping[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """The later of two searches that chose the same, with the tries of both: none that was made is forgotten."""
+    tries = [*(before["tries"] if before else []), *now["tries"]]
+    return {**now, "tries": list({json.dumps(each["choice"], sort_keys=True): each for each in tries}.values())}
 
 
 def _folder(out: Path, role: str) -> Path:

@@ -17,6 +17,7 @@ from dpscale.checks import is_number
 from dpscale.lab.files import replacing
 from dpscale.lab.provenance import installed_versions, source_commit
 
+_NAMES = "*-seed*-*.json"  # other files in a folder are none of ours
 FORMAT = 2
 """Version of the record's layout."""
 
@@ -128,8 +129,8 @@ def read(path: Path) -> Record:
 def load(source: Path) -> list[Record]:
     """Every record in a folder, in the order of file names, or in one packed file; a ``ValueError`` if there is none.
 
-    A folder's own records are its ``*.json``, one each, its ``*.jsonl``, packed, and those packed `beside` it; those
-    of a search lie in its folder ``search``, or packed with the others.
+    A folder's own records are its ``METHOD-seedN-KEY.json``, one each, its ``*.jsonl``, packed, and those packed
+    `beside` it; those of a search lie in its folder ``search``, or packed with the others.
     """
     if not source.is_dir() and not _is_packed(source):
         raise ValueError(f"There is no folder {source}. Run 'dpscale compare digits --out {source}' first.")
@@ -140,6 +141,17 @@ def load(source: Path) -> list[Record]:
     return found
 
 
+def are_in(folder: Path) -> bool:
+    """Whether a folder has records, of a search at least. None is read."""
+    return any(any(place.glob(names)) for place in (folder, folder / "search") for names in (_NAMES, "*.jsonl"))
+
+
+def check(folder: Path) -> None:
+    """Read all records of a folder, those of its search too: a ``ValueError`` that names the first that is none."""
+    _found(folder)
+    _found(folder / "search")
+
+
 def _is_packed(source: Path) -> bool:
     return source.suffix == ".jsonl" and source.is_file()
 
@@ -148,7 +160,7 @@ def _found(source: Path) -> list[Record]:
     """Every record of a folder or of one packed file; there may be none."""
     if _is_packed(source):
         return _unpacked(source)
-    found = [read(path) for path in sorted(source.glob("*.json"))]
+    found = [read(path) for path in sorted(source.glob(_NAMES))]
     packed = [*sorted(source.glob("*.jsonl")), *([beside(source)] if beside(source).is_file() else [])]
     loose = {record.key for record in found}
     return found + [record for path in packed for record in _unpacked(path) if record.key not in loose]

@@ -26,10 +26,10 @@ HOW_TO_DIAGNOSE = (
 )
 
 
-def write(folder: Path, like: Record | None = None) -> tuple[Path, list[Row]]:
+def write(folder: Path, like: Sequence[Record] = ()) -> tuple[Path, list[Row]]:
     """Make ``folder/report.html`` from one experiment's records in ``folder``; return its path and its table's rows.
 
-    Of several settings in one folder, those of ``like`` are shown, or else the newest.
+    Of several settings in one folder, those of ``like`` are shown, and its rates, or else the newest.
     """
     (one,) = paper.load(folder, like)
     path = folder / NAME

@@ -81,12 +81,12 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
     return mean, float(special.stdtrit(n - 1, (1 + confidence) / 2)) * math.sqrt(variance / n)
 
 
-def select(records: Sequence[Record], like: Record | None = None) -> tuple[list[Record], int]:
+def select(records: Sequence[Record], like: Sequence[Record] = ()) -> tuple[list[Record], int]:
     """The final runs of one experiment, and how many final runs of other settings were left out.
 
     A folder may hold runs with several settings, on other data, or at several rates; those of ``like``, or else of the
-    newest record, are taken, and of each method those at the rate and momentum of its newest, so that no table mixes
-    two. Of one seed there is one run.
+    newest record, are taken, and of each method those at the rate and momentum that it has there, or else of its
+    newest, so that no table mixes two. Of one seed there is one run.
     """
     final = [record for record in records if record.role == "final"]
     if not final:
@@ -96,8 +96,8 @@ def select(records: Sequence[Record], like: Record | None = None) -> tuple[list[
         about = [asked(record.config, record.role), record.versions["dpscale"], record.data.get("checksums")]
         return json.dumps(about, sort_keys=True)
 
-    wanted = settings(like or max(final, key=lambda record: record.created))
-    newest: dict[str, Mapping[str, float]] = {}
+    wanted = settings(like[0] if like else max(final, key=lambda record: record.created))
+    newest = {record.method: record.choice for record in like}
     runs: dict[tuple[str, int], Record] = {}
     for record in sorted(final, key=lambda record: record.created, reverse=True):
         alike = settings(record) == wanted and newest.setdefault(record.method, record.choice) == record.choice
@@ -143,7 +143,7 @@ def summarize(records: Sequence[Record]) -> list[Row]:
                 choice=first.choice,
                 learning_rate=first.learning_rate,
                 seconds=math.fsum(record.seconds for record in group) / len(group),
-                statement=first.statement,
+                statement=_statement(group),
                 encoder=first.data.get("features", {}).get("encoder"),
                 test_size=first.data["test"],
                 difference=difference,
@@ -153,6 +153,14 @@ def summarize(records: Sequence[Record]) -> list[Row]:
             )
         )
     return rows
+
+
+def _statement(group: Sequence[Record]) -> str:
+    """That of a run, with the seeds of all: they differ in nothing else."""
+    first = group[0]
+    seeds = ", ".join(str(record.seed) for record in group)
+    own = f"come from the seed {first.seed},"
+    return first.statement.replace(own, f"come from a seed, {seeds} in turn," if len(group) > 1 else own)
 
 
 def _own_search(record: Record) -> Mapping[str, Any] | None:
@@ -183,8 +191,12 @@ def _numbers(values: Sequence[float]) -> str:
 
 
 def alike(rows: Sequence[Row]) -> bool:
-    """Whether all that had a search of their own had the same one."""
-    return len({row.searched for row in rows if row.searched}) <= 1
+    """Whether all had the same search, or none. A control has none of its own: it follows a method."""
+    return len({row.searched for row in rows if not _follows(row)}) <= 1
+
+
+def _follows(row: Row) -> bool:
+    return row.method in METHODS and METHODS[row.method].follows is not None
 
 
 def differ(one: Row, other: Row) -> bool:
@@ -203,16 +215,31 @@ def verdict(rows: Sequence[Row]) -> str:
 def _unequal(rows: Sequence[Row]) -> str:
     if alike(rows):
         return ""
-    told = "; ".join(f"{row.title} had {row.searched}" for row in rows if row.searched)
+    told = "; ".join(f"{row.title} had {row.searched or 'no search'}" for row in rows if not _follows(row))
     return f"NOT SEARCHED ALIKE, so that methods do not compare: {told}."
 
 
 def _differences(rows: Sequence[Row]) -> str:
     private = [row for row in rows if row.epsilon is not None]
-    if any(row.half_width is None for row in private):
-        return "With a single seed there is no interval, so nothing can be said about which method is better."
     if len(private) < 2:
         return "There are not two private methods here to tell apart."
+    single, private = _split(private)
+    if len(private) < 2:
+        return "With a single seed there is no interval, so nothing can be said about which method is better."
+    return " ".join(filter(None, (_told_apart(private), _told_single(single))))
+
+
+def _split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Those of a single seed, which have no interval, and the others."""
+    return [row for row in rows if row.half_width is None], [row for row in rows if row.half_width is not None]
+
+
+def _told_single(rows: Sequence[Row]) -> str:
+    names = _list([row.title for row in rows]) if rows else ""
+    return f"With a single seed {names} {'has' if len(rows) == 1 else 'have'} no interval yet." if rows else ""
+
+
+def _told_apart(private: Sequence[Row]) -> str:
     above: dict[str, list[str]] = defaultdict(list)
     for row in private:
         worse = [other.title for other in private if differ(row, other) and row.accuracy > other.accuracy]
