@@ -814,11 +814,34 @@ def test_nobody_listens_once_the_bars_of_all_experiments_are_gone(found, capsys)
     with display.experiments_bar(quiet=False) as show:
         with phase("compiling"):
             pass
-        show("digits", compare.Finished(record=found[0], done=1, total=2))
+        show.begun("digits", compare.Begun(job=job(), done=0, total=2))
+        show.finished("digits", compare.Finished(record=found[0], done=1, total=2))
     assert "compiling" in capsys.readouterr().err
     with phase("compiling"):
         pass
     assert "compiling" not in capsys.readouterr().err
+
+
+def test_a_bar_says_what_has_begun_and_of_how_many(monkeypatch):
+    """Of runs that take minutes, the first should be seen before it is done."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, color_system=None, width=120)
+    monkeypatch.setattr(terminal, "Console", lambda **_: console)
+    with display.comparison_bar("compare digits", quiet=False) as shown:
+        shown.begun(compare.Begun(job=job("dp-psasc-star", role="search"), done=3, total=40))
+        assert "3/40 DP-PSASC*, search of rates" in screen.getvalue()
+        shown.begun(compare.Begun(job=job("auto-s", seed=2), done=4, total=40))
+        assert "4/40 Auto-S, seed 2" in screen.getvalue()
+
+
+def test_every_run_that_begins_is_told_and_none_that_is_there(tmp_path):
+    config, methods, begun = TINY.replace(epochs=1, diagnostics=False), presets.methods("dp-sgd"), []
+    for seeds in ([0], [0, 1]):
+        compare.compare(config, methods, seeds, tmp_path, workers=1, on_begun=begun.append)
+    told = [(now.job.role, now.job.seed, now.done, now.total) for now in begun]
+    assert told == [
+        ("search", 1000, 0, 3), ("search", 1000, 1, 3), ("final", 0, 2, 3), ("final", 1, 3, 4),
+    ]  # fmt: skip
 
 
 def test_compilations_go_side_by_side_and_a_failure_is_told(monkeypatch, caplog):

@@ -84,7 +84,14 @@ def compare(
     _require_writable(folder)
     with display.comparison_bar(f"compare {config.preset}", quiet=as_json) as bar:
         found = compare.compare(
-            config, chosen, range(seeds), folder, workers=workers, command=_command(), on_finished=bar
+            config,
+            chosen,
+            range(seeds),
+            folder,
+            workers=workers,
+            command=_command(),
+            on_begun=bar.begun,
+            on_finished=bar.finished,
         ).records
     rows = summary.summarize(found)
     folder.mkdir(parents=True, exist_ok=True)  # there is none yet if all records were packed beside it
@@ -297,7 +304,8 @@ def _experiments(
     with display.experiments_bar(quiet=as_json) as bar:
         found = paper.experiments(
             configs, presets.methods(methods), out, seeds=seeds, workers=workers,
-            budget=None if minutes is None else 60 * minutes, command=_command(), on_finished=bar,
+            budget=None if minutes is None else 60 * minutes, command=_command(),
+            on_begun=bar.begun, on_finished=bar.finished,
         )  # fmt: skip
     path = report.write_all(out, paper.ordered([*found, *others])) if any(one.records for one in found) else None
     if changes.get("diagnostics"):

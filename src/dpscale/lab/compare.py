@@ -17,7 +17,7 @@ from dpscale.checks import require
 from dpscale.lab import processes, records
 from dpscale.lab.gpu import fitting, points
 from dpscale.lab.presets import METHODS, Choice, Config, Method, searched
-from dpscale.lab.queue import Finished, Queue
+from dpscale.lab.queue import Begun, Finished, Queue
 from dpscale.lab.records import Record
 from dpscale.lab.runner import Job, Progress, calibrate, run
 
@@ -45,6 +45,7 @@ def compare(
     workers: int | None = None,
     deadline: float | None = None,
     command: str = "",
+    on_begun: Callable[[Begun], None] = lambda _: None,
     on_finished: Callable[[Finished], None] = lambda _: None,
 ) -> Compared:
     """Run what has no record yet, and return the final record of every method and seed.
@@ -61,7 +62,7 @@ def compare(
     tries = sum(len(config.tries(source)) for source in sources) if config.tune else 0
     total = tries + len(methods) * len(seeds)
     workers = fitting(config) if workers is None else workers
-    queue = Queue(out=out, total=total, on_finished=on_finished, workers=workers, deadline=deadline)
+    queue = Queue(out=out, total=total, on_begun=on_begun, on_finished=on_finished, workers=workers, deadline=deadline)
     with processes.pool(workers) as pool:
         found: dict[str, dict[str, Any]] = {}
         if config.tune:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
@@ -12,8 +13,8 @@ from rich.table import Table
 from dpscale.engine.phases import listening
 from dpscale.lab import terminal
 from dpscale.lab.paper import Experiment, Setting
-from dpscale.lab.presets import Choice, preset
-from dpscale.lab.queue import Finished
+from dpscale.lab.presets import METHODS, Choice, preset
+from dpscale.lab.queue import Begun, Finished
 from dpscale.lab.runner import Progress
 from dpscale.lab.summary import Row, plural
 
@@ -84,19 +85,35 @@ def _short(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-") if value < 1e-2 else f"{value:g}"
 
 
+@dataclass(frozen=True)
+class Bars:
+    """Who is told of runs of several experiments, by the experiment's name."""
+
+    begun: Callable[[str, Begun], None]
+    finished: Callable[[str, Finished], None]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Who is told of the runs of one."""
+
+    begun: Callable[[Begun], None]
+    finished: Callable[[Finished], None]
+
+
 @contextmanager
-def experiments_bar(*, quiet: bool) -> Iterator[Callable[[str, Finished], None]]:
+def experiments_bar(*, quiet: bool) -> Iterator[Bars]:
     """`comparison_bar` over several experiments, each named as its turn comes."""
     with listening(_told(Console(stderr=True, quiet=quiet))), ExitStack() as stack:
-        bars: dict[str, Callable[[Finished], None]] = {}
+        bars: dict[str, Bar] = {}
 
-        def show(name: str, now: Finished) -> None:
+        def of(name: str) -> Bar:
             if name not in bars:
                 stack.close()
                 bars[name] = stack.enter_context(comparison_bar(name, quiet=quiet))
-            bars[name](now)
+            return bars[name]
 
-        yield show
+        yield Bars(lambda name, now: of(name).begun(now), lambda name, now: of(name).finished(now))
 
 
 @contextmanager
@@ -128,18 +145,23 @@ def run_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
 
 
 @contextmanager
-def comparison_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Finished], None]]:
+def comparison_bar(title: str, *, quiet: bool) -> Iterator[Bar]:
     """A bar over the runs of a comparison; without a terminal one plain line per final run; silent if ``quiet``."""
     with terminal.bar(*_columns(), quiet=quiet) as bar:
         if bar is None:
             console = Console(stderr=True, quiet=quiet)
             with listening(_told(console)):
-                yield lambda now: console.print(_line(now), highlight=False, soft_wrap=True)
+                yield Bar(lambda _: None, lambda now: console.print(_line(now), highlight=False, soft_wrap=True))
             return
         task = bar.add_task(title, total=None, state="calibrating", speed="")
         start, before = time.perf_counter(), -1
 
-        def show(now: Finished) -> None:
+        def begun(now: Begun) -> None:
+            of = "search of rates" if now.job.role == "search" else f"seed {now.job.seed}"
+            state = f"{METHODS[now.job.method].title}, {of}"
+            bar.update(task, completed=now.done, total=now.total, state=state, refresh=True)
+
+        def finished(now: Finished) -> None:
             nonlocal before
             before = now.done - 1 if before < 0 else before  # found on disk, so no measure of speed
             record = now.record
@@ -153,7 +175,7 @@ def comparison_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Finished], 
             bar.update(task, completed=now.done, total=now.total, state=state, speed=speed)
 
         with listening(lambda phase: bar.update(task, state=phase or "training")):
-            yield show
+            yield Bar(begun, finished)
 
 
 def _told(console: Console) -> Callable[[str | None], None]:

@@ -13,7 +13,7 @@ from dpscale.checks import require
 from dpscale.lab import compare, presets, records, summary
 from dpscale.lab.datasets import DataError, stored
 from dpscale.lab.presets import Config, Method, preset
-from dpscale.lab.queue import Finished
+from dpscale.lab.queue import Begun, Finished
 from dpscale.lab.records import Record
 from dpscale.lab.summary import Row
 from dpscale.plan import Plan
@@ -118,6 +118,7 @@ def experiments(
     workers: int | None = None,
     budget: float | None = None,
     command: str = "",
+    on_begun: Callable[[str, Begun], None] = lambda _, __: None,
     on_finished: Callable[[str, Finished], None] = lambda _, __: None,
 ) -> list[Experiment]:
     """Run what has no record yet of each experiment, in turn, and return what there is.
@@ -135,7 +136,8 @@ def experiments(
     for config, each in zip(configs, counted, strict=True):
         found = compare.compare(
             config, methods, each, out / config.preset, workers=workers,
-            deadline=deadline, command=command, on_finished=partial(on_finished, config.preset),
+            deadline=deadline, command=command,
+            on_begun=partial(on_begun, config.preset), on_finished=partial(on_finished, config.preset),
         )  # fmt: skip
         rows = summary.summarize(found.records)
         done.append(Experiment(preset=config.preset, records=found.records, rows=rows, left=found.left))

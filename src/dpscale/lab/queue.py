@@ -28,6 +28,15 @@ log = logging.getLogger("dpscale")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A run that begins now, and how many are done and planned so far, those found on disk included."""
+
+    job: Job
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finished:
     """A run that is done, and how many are done and planned so far, those found on disk included."""
 
@@ -60,9 +69,10 @@ class Queue:
     """Runs jobs that have no record yet and saves each record as it comes."""
 
     def __init__(
-        self, *, out: Path, total: int, on_finished: Callable[[Finished], None], workers: int, deadline: float | None
-    ) -> None:
-        self.out, self.total, self.on_finished = out, total, on_finished
+        self, *, out: Path, total: int, on_finished: Callable[[Finished], None], workers: int, deadline: float | None,
+        on_begun: Callable[[Begun], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.out, self.total, self.on_finished, self.on_begun = out, total, on_finished, on_begun
         self.workers, self.deadline = workers, deadline
         self.done = 0
         self.noise_multiplier: float | None = None
@@ -129,6 +139,7 @@ class Queue:
                         claims.leave(key_of(job))
                         yield known
                     else:
+                        self.on_begun(Begun(job=job, done=self.done, total=self.total))
                         under_way[pool.submit(attempt, job)] = job
                 if not under_way:
                     if not waiting or failure or not self._in_time():
