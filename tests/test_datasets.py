@@ -563,6 +563,11 @@ def celeba_with_a_bad_line(folder):
     path.write_text(path.read_text().replace("000003.jpg -1  1", "000003.jpg -1  7"))
 
 
+def celeba_with_a_superscript(folder):
+    path = folder / "list_attr_celeba.txt"
+    path.write_text(path.read_text().replace("000003.jpg", "00000³.jpg"), encoding="utf-8")
+
+
 def celeba_with_a_strange_face(folder):
     with zipfile.ZipFile(folder / "img_align_celeba.zip", "a") as archive:
         archive.writestr("img_align_celeba/000099.jpg", jpeg((18, 22)))
@@ -589,6 +594,7 @@ def celeba_cut(folder):
         (celeba_without_male, "does not name the attribute Male"),
         (celeba_with_a_short_list, "promises '16' images and lists 15"),
         (celeba_with_a_bad_line, r"Line 5 of .*list_attr_celeba\.txt is not a file name and 3 values 1 or -1"),
+        (celeba_with_a_superscript, r"Line 5 of .*list_attr_celeba\.txt is not a file name and 3 values 1 or -1"),
         (celeba_with_a_strange_face, r"000099\.jpg in .* has no place in list_attr_celeba\.txt"),
         (celeba_with_a_bad_partition, r"Line 1 of .*list_eval_partition\.txt is not a file name and 0, 1 or 2"),
         (celeba_of_another_size, r"000001\.jpg in .* is 20×22, not 18×22"),
@@ -1058,6 +1064,7 @@ def test_the_facts_of_the_catalogue():
             assert len(digest) == 32 and set(digest) <= set("0123456789abcdef")
     numbers = catalogue.CELEBA_MALE.numbers
     assert {split: b - a + 1 for split, (a, b) in numbers.items()} == dict(catalogue.CELEBA_MALE.counts)
+    assert {split: sum(each) for split, each in catalogue.IMAGENETTE.per_class.items()} == catalogue.IMAGENETTE.counts
     assert catalogue.IMAGENETTE.folders == tuple(sorted(catalogue.IMAGENETTE.folders))
 
 

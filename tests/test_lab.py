@@ -814,8 +814,8 @@ def test_nobody_listens_once_the_bars_of_all_experiments_are_gone(found, capsys)
     with display.experiments_bar(quiet=False) as show:
         with phase("compiling"):
             pass
-        show.begun("digits", compare.Begun(job=job(), done=0, total=2))
-        show.finished("digits", compare.Finished(record=found[0], done=1, total=2))
+        show("digits").begun(compare.Begun(job=job(), done=0, total=2))
+        show("digits").finished(compare.Finished(record=found[0], done=1, total=2))
     assert "compiling" in capsys.readouterr().err
     with phase("compiling"):
         pass

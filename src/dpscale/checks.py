@@ -3,6 +3,10 @@
 import math
 from typing import Any
 
+import torch
+
+_NO_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed")  # on the CPU, in a plain RuntimeError
+
 
 def require(ok: bool, owner: str, name: str, must: str, got: Any, action: str = "") -> None:
     """Raise ``ValueError`` unless ``ok``, naming the argument, its value and the next action."""
@@ -10,6 +14,11 @@ def require(ok: bool, owner: str, name: str, must: str, got: Any, action: str = 
         raise ValueError(
             f"The '{name}' parameter of {owner} must be {must}. Got {got!r} instead." + (f" {action}" if action else "")
         )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch says that a device, or this machine, has no room for a tensor."""
+    return isinstance(error, torch.OutOfMemoryError) or any(told in str(error) for told in _NO_MEMORY)
 
 
 def is_number(value: Any) -> bool:

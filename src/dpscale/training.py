@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.batches import Batches, Given, Padded, chosen_rows, part_of
-from dpscale.checks import require, require_count
+from dpscale.checks import out_of_memory, require, require_count
 from dpscale.engine import (
     LossFn,
     ScaledSum,
@@ -457,8 +457,7 @@ def _memory_advice(rows: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        full = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-        if not full:
+        if not out_of_memory(error):
             raise
         raise MemoryError(
             f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. Call privatize(..., "

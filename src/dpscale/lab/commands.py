@@ -84,15 +84,9 @@ def compare(
     _require_writable(folder)
     with display.comparison_bar(f"compare {config.preset}", quiet=as_json) as bar:
         found = compare.compare(
-            config,
-            chosen,
-            range(seeds),
-            folder,
-            workers=workers,
-            command=_command(),
-            on_begun=bar.begun,
-            on_finished=bar.finished,
-        ).records
+            config, chosen, range(seeds), folder, workers=workers, command=_command(),
+            on_begun=bar.begun, on_finished=bar.finished,
+        ).records  # fmt: skip
     rows = summary.summarize(found)
     folder.mkdir(parents=True, exist_ok=True)  # there is none yet if all records were packed beside it
     path, _ = report.write(folder, like=found)
@@ -305,7 +299,7 @@ def _experiments(
         found = paper.experiments(
             configs, presets.methods(methods), out, seeds=seeds, workers=workers,
             budget=None if minutes is None else 60 * minutes, command=_command(),
-            on_begun=bar.begun, on_finished=bar.finished,
+            on_begun=lambda name, now: bar(name).begun(now), on_finished=lambda name, now: bar(name).finished(now),
         )  # fmt: skip
     path = report.write_all(out, paper.ordered([*found, *others])) if any(one.records for one in found) else None
     if changes.get("diagnostics"):

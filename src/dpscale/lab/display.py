@@ -86,23 +86,15 @@ def _short(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Bars:
-    """Who is told of runs of several experiments, by the experiment's name."""
-
-    begun: Callable[[str, Begun], None]
-    finished: Callable[[str, Finished], None]
-
-
-@dataclass(frozen=True)
 class Bar:
-    """Who is told of the runs of one."""
+    """Who is told of the runs of a comparison."""
 
     begun: Callable[[Begun], None]
     finished: Callable[[Finished], None]
 
 
 @contextmanager
-def experiments_bar(*, quiet: bool) -> Iterator[Bars]:
+def experiments_bar(*, quiet: bool) -> Iterator[Callable[[str], Bar]]:
     """`comparison_bar` over several experiments, each named as its turn comes."""
     with listening(_told(Console(stderr=True, quiet=quiet))), ExitStack() as stack:
         bars: dict[str, Bar] = {}
@@ -113,7 +105,7 @@ def experiments_bar(*, quiet: bool) -> Iterator[Bars]:
                 bars[name] = stack.enter_context(comparison_bar(name, quiet=quiet))
             return bars[name]
 
-        yield Bars(lambda name, now: of(name).begun(now), lambda name, now: of(name).finished(now))
+        yield of
 
 
 @contextmanager

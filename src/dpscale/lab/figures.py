@@ -176,6 +176,7 @@ def beside_the_paper(found: Sequence[Experiment]) -> Picture | None:
     shown = [one for one in found if one.paper and one.rows]
     if not shown:
         return None
+    diamond: Any = {"marker": "D", "linestyle": "", "color": INK, "markerfacecolor": "none", "markersize": 6}
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5.2, 0.7 + 1.55 * len(shown)), layout="constrained")
         panels = figure.subplots(len(shown), squeeze=False)[:, 0]
@@ -185,16 +186,17 @@ def beside_the_paper(found: Sequence[Experiment]) -> Picture | None:
             if row := rows.get(method):
                 half = None if row.half_width is None else 100 * row.half_width
                 axes.errorbar(100 * row.accuracy, place, xerr=half, fmt="o", color=_look(method)[0], capsize=3)
-            axes.plot(theirs, place, "D", markeredgecolor=INK, markerfacecolor="none", markersize=6)
+            axes.plot(theirs, place, **diamond)
         axes.set_yticks(range(len(one.paper)), [METHODS[method].title for method in one.paper])
         axes.set_ylim(len(one.paper) - 0.4, -0.6)
         axes.xaxis.set_major_locator(MaxNLocator(_TICKS + 1))
         title = one.preset + (f", features of {one.encoder}" if one.encoder else "")
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    panels[-1].set_xlabel("test accuracy (%)")
-    axes.plot([], [], "o", color=INK, label="here, with 95% interval")
-    axes.plot([], [], "D", markeredgecolor=INK, markerfacecolor="none", markersize=6, label="the paper")
-    _legend(figure, axes)
+    last = panels[-1]
+    last.set_xlabel("test accuracy (%)")
+    last.plot([], [], "o", color=INK, label="here, with 95% interval")
+    last.plot([], [], **diamond, label="the paper")
+    _legend(figure, last)
     return Picture(
         name="paper",
         figure=figure,

@@ -166,8 +166,11 @@ def others(out: Path, names: Sequence[str]) -> list[Experiment]:
 
 def ordered(found: Sequence[Experiment]) -> list[Experiment]:
     """In the paper's order, others after its own."""
-    order = {name: place for place, name in enumerate(PRESETS)}
-    return sorted(found, key=lambda one: (order.get(one.preset, len(order)), one.preset))
+    return sorted(found, key=lambda one: _place(one.preset))
+
+
+def _place(name: str) -> tuple[int, str]:
+    return PRESETS.index(name) if name in PRESETS else len(PRESETS), name
 
 
 def sources(out: Path) -> list[Path]:
@@ -177,10 +180,9 @@ def sources(out: Path) -> list[Path]:
     """
     kept = {path.stem: path for path in sorted(out.glob("*.jsonl"))}
     kept |= {name: out / name for name in presets.PRESETS if records.are_in(out / name)}
-    if not kept or any(out.glob("*-seed*.json")):
+    if not kept or any(out.glob(records.NAMES)):
         return [out]
-    order = {name: place for place, name in enumerate(PRESETS)}
-    return sorted(kept.values(), key=lambda path: (order.get(path.stem, len(order)), path.stem))
+    return sorted(kept.values(), key=lambda path: _place(path.stem))
 
 
 def _loaded(source: Path, like: Sequence[Record] = ()) -> Experiment:

@@ -17,7 +17,9 @@ from dpscale.checks import is_number
 from dpscale.lab.files import replacing
 from dpscale.lab.provenance import installed_versions, source_commit
 
-_NAMES = "*-seed*-*.json"  # other files in a folder are none of ours
+NAMES = "*-seed*-*.json"
+"""What files of records are called; others in a folder are none of ours."""
+
 FORMAT = 2
 """Version of the record's layout."""
 
@@ -143,7 +145,7 @@ def load(source: Path) -> list[Record]:
 
 def are_in(folder: Path) -> bool:
     """Whether a folder has records, of a search at least. None is read."""
-    return any(any(place.glob(names)) for place in (folder, folder / "search") for names in (_NAMES, "*.jsonl"))
+    return any(any(place.glob(names)) for place in (folder, folder / "search") for names in (NAMES, "*.jsonl"))
 
 
 def check(folder: Path) -> None:
@@ -160,7 +162,7 @@ def _found(source: Path) -> list[Record]:
     """Every record of a folder or of one packed file; there may be none."""
     if _is_packed(source):
         return _unpacked(source)
-    found = [read(path) for path in sorted(source.glob(_NAMES))]
+    found = [read(path) for path in sorted(source.glob(NAMES))]
     packed = [*sorted(source.glob("*.jsonl")), *([beside(source)] if beside(source).is_file() else [])]
     loose = {record.key for record in found}
     return found + [record for path in packed for record in _unpacked(path) if record.key not in loose]

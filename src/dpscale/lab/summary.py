@@ -223,20 +223,14 @@ def _differences(rows: Sequence[Row]) -> str:
     private = [row for row in rows if row.epsilon is not None]
     if len(private) < 2:
         return "There are not two private methods here to tell apart."
-    single, private = _split(private)
+    single = [row.title for row in private if row.half_width is None]
+    private = [row for row in private if row.half_width is not None]
     if len(private) < 2:
         return "With a single seed there is no interval, so nothing can be said about which method is better."
-    return " ".join(filter(None, (_told_apart(private), _told_single(single))))
-
-
-def _split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Those of a single seed, which have no interval, and the others."""
-    return [row for row in rows if row.half_width is None], [row for row in rows if row.half_width is not None]
-
-
-def _told_single(rows: Sequence[Row]) -> str:
-    names = _list([row.title for row in rows]) if rows else ""
-    return f"With a single seed {names} {'has' if len(rows) == 1 else 'have'} no interval yet." if rows else ""
+    told = _told_apart(private)
+    if not single:
+        return told
+    return f"{told} With a single seed {_list(single)} {'has' if len(single) == 1 else 'have'} no interval yet."
 
 
 def _told_apart(private: Sequence[Row]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from dpscale.lab.datasets import formats, packed
 from dpscale.lab.datasets.archives import Member, is_archive, members
 from dpscale.lab.datasets.catalogue import Files, Shards
-from dpscale.lab.datasets.folder import DataError, OnProgress, Progress, checksum, ignore, require_checksum
+from dpscale.lab.datasets.folder import DataError, OnProgress, Progress, ignore, require_checksum
 from dpscale.lab.datasets.packed import Encoded
 from dpscale.lab.datasets.stored import MANIFEST, contents, read_manifest
 
@@ -72,22 +72,21 @@ def _take_files(entry: Files, path: Path, into: Path, on_progress: OnProgress) -
         raise DataError(f"{path} is none of {', '.join(entry.md5)}. Needed: {entry.by_hand}.")
     read = {"idx": _idx, "cifar": _cifar}[entry.layout]
     kinds = set()
-    right: set[str] = set()
+    found: dict[str, str] = {}
     for file, content, kind in read(entry, path):
-        if file in right:
+        if found.get(file) == entry.md5[file]:
             continue  # of several of one name, as in a folder with MNIST and FashionMNIST, the right one
-        if hashlib.md5(content, usedforsecurity=False).hexdigest() == entry.md5[file]:
-            right.add(file)
+        found[file] = hashlib.md5(content, usedforsecurity=False).hexdigest()
         (into / file).write_bytes(content)
         kinds.add(kind)
-        on_progress(Progress("reading", len(right), len(entry.md5), "files"))
-    missing = [file for file in entry.md5 if not (into / file).exists()]
+        on_progress(Progress("reading", len(found), len(entry.md5), "files"))
+    missing = [file for file in entry.md5 if file not in found]
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}. Needed: {entry.by_hand}.")
     for file, md5 in entry.md5.items():
-        if (found := checksum(into / file, "md5")) != md5:
+        if found[file] != md5:
             raise DataError(
-                f"{file} in {path} is not the official one: its MD5, uncompressed, is {found}, not {md5}. "
+                f"{file} in {path} is not the official one: its MD5, uncompressed, is {found[file]}, not {md5}. "
                 "Download it again."
             )
     return " and ".join(sorted(kinds))

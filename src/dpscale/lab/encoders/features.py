@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscale.checks import require, require_count
+from dpscale.checks import out_of_memory, require, require_count
 from dpscale.lab.data import Data
 from dpscale.lab.datasets.folder import VARIABLE, OnProgress, Progress, checksum, data_folder, ignore, locked
 from dpscale.lab.encoders import registry, weights
@@ -31,7 +31,6 @@ FORMAT = 2
 
 Normalize = Literal["l2"]
 _TYPES = {torch.float32: "float32", torch.float16: "float16"}
-_NO_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed")  # told in a plain RuntimeError
 
 
 def features(
@@ -185,7 +184,7 @@ class _Compute:
             try:
                 parts.append(self.model(prepare(some.to(self.device), self.size)).cpu())
             except RuntimeError as error:
-                if not isinstance(error, torch.OutOfMemoryError) and not any(s in str(error) for s in _NO_MEMORY):
+                if not out_of_memory(error):
                     raise
                 raise ValueError(
                     f"{self.device} has no room for {len(some)} images of {self.size} × {self.size}: "
