@@ -445,7 +445,7 @@ def mnist() -> Config:
     return Config(
         preset="mnist",
         data="mnist",
-        model="gelu_cnn",
+        model="normed_cnn",
         normalize=(0.1307, 0.3081),
         epsilon=3.0,
         delta=1e-5,
@@ -454,8 +454,8 @@ def mnist() -> Config:
         C=0.3,
         r=1e-4,
         s=0.9,
-        **{**_SEARCH, "grid": (0.25, 0.5, 1.0)},
-        rates=_rates(0.5),
+        **_SEARCH,
+        rates=_rates(0.7),
     )
 
 
@@ -500,7 +500,7 @@ def cifar10_simclr() -> Config:
         C=0.1,
         r=1e-4,
         s=0.8,
-        **{**_SEARCH, "grid": (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)},
+        **{**_SEARCH, "grid": (2.0, 4.0, 8.0, 16.0)},
         rates=_rates(8.0),
         note="The encoder is named in each record. Another encoder gives other features: compare methods, not papers.",
     )
