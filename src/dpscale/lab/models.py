@@ -84,7 +84,8 @@ def normed_cnn(
 
 
 def gelu_cnn(shape: tuple[int, ...] = (1, 28, 28), classes: int = 10) -> nn.Sequential:
-    """`normed_cnn` with GELU, and twice what its linear layer saw: 0.2 points more on held-out images of MNIST."""
+    """`normed_cnn` with GELU, and twice what its linear layer saw: on MNIST 0.2 points more on held-out images, 0.00 to
+    0.12 on the test images."""
     return normed_cnn(shape, classes, nn.GELU, factor=2.0)
 
 
