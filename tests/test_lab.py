@@ -1031,6 +1031,26 @@ def test_pictures_come_as_png_and_as_svg_in_the_pages_colours(found):
         assert "DP-PSASC" in text and not re.search(r'id="(?!name-)', text)
 
 
+@pytest.mark.parametrize("decades", [0.2, 0.6, 1, 1.7, 2.4, 6])
+def test_the_norms_axis_has_labels_that_keep_apart(found, decades):
+    kept = diagnostics.Norms()
+    kept.add(1, [3e-3 * 10 ** torch.linspace(0, decades, 500)], [torch.ones(500)])
+    record = dataclasses.replace(found[-1], diagnostics={"norms": kept.to_dict()})
+    figure = figures.norm_distribution([record])
+    figure.draw_without_rendering()
+    axis = figure.axes[0].xaxis
+    low, high = figure.axes[0].get_xlim()
+    labels = [
+        label.get_window_extent()
+        for ticks in (axis.get_major_ticks(), axis.get_minor_ticks())
+        for label in (tick.label1 for tick in ticks if low <= tick.get_loc() <= high)
+        if label.get_text()
+    ]
+    assert len(labels) >= 2
+    labels.sort(key=lambda box: box.x0)
+    assert all(left.x1 + 2 < right.x0 for left, right in itertools.pairwise(labels))
+
+
 def test_what_looks_past_the_noise_says_so_on_the_picture(found):
     for one in figures.pictures(found):
         marked = [

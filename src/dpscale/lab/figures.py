@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from dpscale.lab import records as files
 from dpscale.lab.paper import Experiment
@@ -235,9 +235,20 @@ def norm_distribution(records: Sequence[Record]) -> Figure:
         colour, dashes = _look(method)
         axes.plot(10**grid, share, color=colour, linestyle=dashes, linewidth=1.5, label=group[0].title)
     axes.set_xscale("log")
+    _decades(axes)
     axes.set_ylim(bottom=0)
     _legend(figure, axes)
     return figure
+
+
+def _decades(axes: Axes) -> None:
+    """Labels of a logarithmic axis that keep apart: powers of ten, and plain numbers between where there are few."""
+    low, high = axes.get_xlim()
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    if high < 100 * low:
+        steps = (1, 2, 5) if high > 3 * low else range(1, 10)
+        axes.xaxis.set_major_locator(LogLocator(subs=tuple(steps), numticks=9))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def gradient_similarity(records: Sequence[Record], baseline: str) -> Figure:
