@@ -203,7 +203,7 @@ def test_compare_prints_json_alone_and_writes_records_and_report(compared):
 
 def test_compare_resumes_and_shows_a_table(compared, monkeypatch):
     out, _ = compared
-    monkeypatch.setattr(queue, "run", lambda job: pytest.fail("was run again"))
+    monkeypatch.setattr(queue, "run", lambda job, *_: pytest.fail("was run again"))
     result = run(
         "compare", "digits", *TINY, "--methods", "dp-sgd,dp-psasc", "--seeds", "2", "--workers", "1", "--out", str(out)
     )
@@ -218,10 +218,26 @@ def test_compare_says_one_plain_line_per_run_without_a_terminal(tmp_path):
     assert len(lines) == 2 and lines[0].startswith("[1/2] non-private: seed 0") and "\x1b" not in result.stderr
 
 
+def test_train_says_in_plain_lines_how_far_it_is_without_a_terminal(tmp_path):
+    arguments = ("train", "digits", "--epochs", "24", "--batch", "512", "--lr", "0.1")
+    result = run(*arguments, "--method", "dp-psasc", "--out", str(tmp_path))
+    assert result.stderr.startswith("inspecting …\n") and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stderr)
+    assert "training loss" not in result.stdout
+    form = re.compile(r"\[epoch (\d+)/24\] DP-PSASC: training loss \d+\.\d{3}, epsilon (\d\.\d\d)")
+    told = [form.fullmatch(line) for line in result.stderr.splitlines() if not line.endswith(" …")]
+    assert [int(found[1]) for found in told] == [3, 5, 8, 10, 12, 15, 17, 20, 22, 24]
+    spent = [float(found[2]) for found in told]
+    assert spent == sorted(set(spent)) and spent[-1] == 3
+    assert run(*arguments, "--method", "dp-psasc", "--out", str(tmp_path)).stderr == ""  # found on disk
+    plain = run(*arguments, "--method", "non-private", "--out", str(tmp_path)).stderr.splitlines()
+    assert re.fullmatch(r"\[epoch 24/24\] Non-private SGD: training loss \d\.\d{3}", plain[-1])
+
+
 def test_train_writes_one_record(tmp_path):
     arguments = ("train", "digits", "--method", "dp-psac", "--seed", "7", *TINY, "--out", str(tmp_path))
-    told = json.loads(run(*arguments, "--json").stdout)
-    assert (told["method"], told["seed"]) == ("dp-psac", 7) and told["epsilon"] <= 3
+    result = run(*arguments, "--json")
+    told = json.loads(result.stdout)
+    assert (told["method"], told["seed"]) == ("dp-psac", 7) and told["epsilon"] <= 3 and result.stderr == ""
     (path,) = tmp_path.glob("*.json")
     assert json.loads(path.read_text(encoding="utf-8")) == told
     again = run(*arguments)  # found on disk

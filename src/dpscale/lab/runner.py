@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 from dpscale import diagnostics
+from dpscale.checks import require
 from dpscale.engine import LossFn, trainable
 from dpscale.engine.phases import listening, phase
 from dpscale.lab.data import Data, hold_out
@@ -64,14 +65,16 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run stands. ``epsilon()`` takes a moment, so it is computed for those who ask.
+    """Where a run stands: steps and epochs done, and of how many.
 
-    ``phase`` is what keeps the next step waiting, as in `dpscale.engine.phases`; None while the run trains.
+    ``epsilon()`` takes a moment, so it is computed for those who ask. ``phase`` is what keeps the next step waiting, as
+    in `dpscale.engine.phases`; None while the run trains.
     """
 
     step: int
     steps: int
     epoch: int
+    epochs: int
     loss: float
     plan: Plan | None
     delta: float
@@ -180,9 +183,11 @@ def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
         if on_progress:
             step, trained = (ends[epoch - 1], curves["train_loss"][-1]) if epoch else (0, None)
             shown = float("nan") if trained is None else trained
-            on_progress(
-                Progress(step=step, steps=ends[-1], epoch=epoch, loss=shown, plan=plan, delta=config.delta, phase=phase)
-            )
+            now = Progress(
+                step=step, steps=ends[-1], epoch=epoch, epochs=len(ends),
+                loss=shown, plan=plan, delta=config.delta, phase=phase,
+            )  # fmt: skip
+            on_progress(now)
 
     for epoch, end in enumerate(ends, start=1):
         watch.on = config.diagnostics and epoch > config.epochs - config.last_epochs
@@ -272,6 +277,10 @@ def prepared(images: Tensor, config: Config) -> Tensor:
 def _whole(name: str, train_size: int | None, encoder: str | None) -> Data:
     """The data of an experiment, where it was read: images may still lie in a file."""
     data = load_data(name, train_size=train_size)
+    if train_size is not None:
+        ok = len(data.train_labels.unique()) == data.classes
+        must, action = "such that every class has a sample", "Take more (--train-size)."
+        require(ok, "Config", "train_size", must, train_size, action)
     return data if encoder is None else features(data, encoder, normalize="l2")
 
 
