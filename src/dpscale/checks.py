@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-_NO_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed")  # on the CPU, in a plain RuntimeError
+_NO_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed", "CUDA error: out of memory")
+"""What plain errors of torch say: on the CPU, and on a GPU that others fill."""
 
 
 def require(ok: bool, owner: str, name: str, must: str, got: Any, action: str = "") -> None:
@@ -17,8 +18,8 @@ def require(ok: bool, owner: str, name: str, must: str, got: Any, action: str = 
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch says that a device, or this machine, has no room for a tensor."""
-    return isinstance(error, torch.OutOfMemoryError) or any(told in str(error) for told in _NO_MEMORY)
+    """Whether an error says that a device, or this machine, has no room for a tensor."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(told in str(error) for told in _NO_MEMORY)
 
 
 def is_number(value: Any) -> bool:

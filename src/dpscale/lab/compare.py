@@ -17,9 +17,9 @@ from dpscale.checks import require
 from dpscale.lab import processes, records
 from dpscale.lab.gpu import fitting, points
 from dpscale.lab.presets import METHODS, Choice, Config, Method, searched
-from dpscale.lab.queue import Begun, Finished, Queue
+from dpscale.lab.queue import Begun, Finished, Queue, attempt
 from dpscale.lab.records import Record
-from dpscale.lab.runner import Job, Progress, calibrate, run
+from dpscale.lab.runner import Job, Progress, calibrate
 
 SEARCH_SEED = 1000  # apart from the seeds of the final runs, which count from 0
 NOT_COUNTED = (
@@ -57,7 +57,7 @@ def compare(
         deadline: by `time.monotonic`; no run is begun after it, and those under way are finished.
     """
     require(bool(methods) and bool(seeds), "compare", "methods", "given, with seeds", (methods, seeds))
-    records.check(out)  # before hours of training, not when the table is made
+    records.whole(out)  # before hours of training, not when the table is made
     sources = [METHODS[name] for name in searched([method.name for method in methods])]
     tries = sum(len(config.tries(source)) for source in sources) if config.tune else 0
     total = tries + len(methods) * len(seeds)
@@ -146,7 +146,7 @@ def train(
     known = Queue(out=out, total=1, on_finished=lambda _: None, workers=1, deadline=None).known(job)
     if known is not None:
         return known
-    record = run(replace(job, noise_multiplier=calibrate(config) if method.rule else 0.0), on_progress)
+    record = attempt(replace(job, noise_multiplier=calibrate(config) if method.rule else 0.0), on_progress)
     record.save(out)
     return record
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dpscale.checks import out_of_memory
 from dpscale.lab import records
 from dpscale.lab.claims import Claims
 from dpscale.lab.data import checksums
@@ -22,7 +23,7 @@ from dpscale.lab.gpu import compile_ahead, kinds, step_of
 from dpscale.lab.presets import METHODS
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
-from dpscale.lab.runner import Job, calibrate, run
+from dpscale.lab.runner import Job, Progress, calibrate, run
 
 log = logging.getLogger("dpscale")
 
@@ -45,16 +46,23 @@ class Finished:
     total: int
 
 
-def attempt(job: Job) -> Record:
+class NoMemory(ValueError):
+    """A run for which there is not enough memory, on a GPU or on this machine."""
+
+
+def attempt(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Record:
     """The run, after which its memory is free for others, also if there was not enough of it."""
     try:
-        return run(job)
-    except torch.OutOfMemoryError as error:
-        told = str(error)  # the error itself holds on to what was computed
+        return run(job, on_progress)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    raise torch.OutOfMemoryError(told)
+    # Not from the error, which holds on to what was computed.
+    action = "End other processes that take it, or go through batches in smaller parts: --set micro_batch=16"
+    raise NoMemory(f"There is not enough memory for this run. {action}")
 
 
 def _at_once(workers: int) -> str:
@@ -149,7 +157,7 @@ class Queue:
                     job, error = under_way.pop(future), future.exception()
                     if error is None:
                         yield self._saved(future.result())
-                    elif isinstance(error, torch.OutOfMemoryError) and self.workers > 1:
+                    elif isinstance(error, NoMemory) and self.workers > 1:
                         self.workers -= 1
                         log.warning("dpscale: %s ran out of memory; from now on %s", job.method, _at_once(self.workers))
                         waiting.appendleft(job)
@@ -163,9 +171,6 @@ class Queue:
         if isinstance(failure, BrokenExecutor):
             action = "Run the same command again, with fewer --workers if memory was short: what is finished is kept."
             raise ValueError(f"A process that runs were done in was ended from outside. {action}") from failure
-        if isinstance(failure, torch.OutOfMemoryError):
-            action = "Free it of other processes, or go through batches in smaller parts: --set micro_batch=16"
-            raise ValueError(f"The GPU has no memory for this run. {action}") from failure
         if failure:
             raise failure
 
