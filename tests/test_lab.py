@@ -203,6 +203,12 @@ def test_every_value_of_a_preset_can_be_overridden():
         ({"search_epochs": 0}, "'search_epochs' parameter of Config must be an integer >= 1"),
         ({"micro_batch": 0}, "'micro_batch' parameter of Config must be an integer >= 1"),
         ({"model": "vit"}, "'model' parameter of Config must be one of digits_cnn, paper_cnn"),
+        ({"grid": (1, 0.5, 1.0)}, r"'grid' parameter of Config must be without repeats. Got \(1.0, 0.5, 1.0\) instead"),
+        ({"gamma1s": (0.5, 0.5)}, "'gamma1s' parameter of Config must be without repeats.*leave the second out"),
+        ({"inner": ((1, 0.5), (1.0, 0.5))}, "'inner' parameter of Config must be without repeats"),
+        ({"C": 1e300}, r"'C' parameter of Config must be from 1e-12 to 1e12, or float32 overflows. Got 1e\+300"),
+        ({"s": 1e-300}, "'s' parameter of Config must be from 1e-12 to 1e12, .* Give another --s"),
+        ({"grid": (1.0, 1e300)}, "'rate' parameter of Config must be from 1e-12 to 1e12.*like --lr"),
     ],
 )
 def test_a_bad_config_is_refused_by_name(change, text):
@@ -293,7 +299,7 @@ def test_presets_have_the_papers_settings():
 
 @pytest.mark.parametrize(("name", "tight", "by_rdp"), [("mnist", 0.8917, 0.9378), ("imagenette", 0.9114, 0.9577)])
 def test_the_papers_settings_come_to_known_noise(name, tight, by_rdp):
-    (one,) = paper.settings([name])
+    (one,) = paper.settings([presets.preset(name)])
     assert (one.noise_multiplier, one.noise_multiplier_rdp) == pytest.approx((tight, by_rdp), abs=2e-4)
 
 
@@ -436,7 +442,7 @@ def test_pixels_are_shifted_and_divided_by_public_constants():
 def test_the_bar_says_what_a_run_waits_for(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(terminal, "Console", lambda **_: Console(file=shown, force_terminal=True, color_system=None))
-    waiting = {"step": 0, "steps": 20, "epoch": 0, "loss": float("nan"), "plan": None, "delta": 1e-5}
+    waiting = {"step": 0, "steps": 20, "epoch": 0, "epochs": 2, "loss": float("nan"), "plan": None, "delta": 1e-5}
     with display.run_bar("a run", quiet=False) as show:
         show(runner.Progress(**waiting, phase="compiling"))
         assert re.search(r"a run.* 0/20 compiling", shown.getvalue())
@@ -444,6 +450,28 @@ def test_the_bar_says_what_a_run_waits_for(monkeypatch):
         assert re.search(r"a run.* 0/20 training", shown.getvalue())
         show(runner.Progress(**waiting | {"step": 10, "epoch": 1, "loss": 0.5}))
     assert re.search(r"a run.* 10/20 loss 0.500", shown.getvalue())
+
+
+def test_lines_say_what_a_run_waits_for_where_there_is_no_terminal(capsys):
+    waiting = {"step": 0, "steps": 20, "epoch": 0, "epochs": 2, "loss": float("nan"), "plan": None, "delta": 1e-5}
+    with display.run_bar("a run", quiet=False) as show:
+        for phase in ("tracing", "compiling", None):
+            show(runner.Progress(**waiting, phase=phase))
+        assert capsys.readouterr() == ("", "tracing …\ncompiling …\n")
+        show(runner.Progress(**waiting | {"step": 10, "epoch": 1, "loss": 0.5}))
+        assert capsys.readouterr() == ("", "[epoch 1/2] a run: training loss 0.500\n")
+    with display.run_bar("a run", quiet=True) as show:
+        show(runner.Progress(**waiting, phase="compiling"))
+        show(runner.Progress(**waiting | {"step": 10, "epoch": 1, "loss": 0.5}))
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("total", [1, 3, 9, 10, 11, 24, 60_000])
+def test_a_line_is_due_at_each_tenth_and_at_the_end(total):
+    due = terminal.tenths()
+    told = [done for done in range(total + 1) if due(done, total)]
+    assert len(told) == min(total, 10) and told[-1] == total
+    assert all(after - before <= total / 10 + 1 for before, after in itertools.pairwise([0, *told]))
 
 
 def test_plain_runs_see_the_batches_of_private_ones():
@@ -508,7 +536,7 @@ def test_a_corrupt_record_is_named_with_the_next_action(tmp_path, found, text):
 
 @pytest.mark.parametrize("place", [".", "search"])
 def test_a_broken_record_is_found_before_anything_is_trained(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(queue, "run", lambda job: pytest.fail("the work began"))
+    monkeypatch.setattr(queue, "run", lambda job, *_: pytest.fail("the work began"))
     (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / "auto-s-seed0-broken.json").write_text("{")
     with pytest.raises(ValueError, match=r"broken\.json is not"):
@@ -572,7 +600,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_a_second_comparison_repeats_nothing(folder, monkeypatch):
-    monkeypatch.setattr(queue, "run", lambda job: pytest.fail(f"{job.method} was run again"))
+    monkeypatch.setattr(queue, "run", lambda job, *_: pytest.fail(f"{job.method} was run again"))
     monkeypatch.setattr(queue, "calibrate", lambda config: pytest.fail("calibrated again"))
     chosen = presets.methods("dp-sgd,dp-psasc")
     again = compare.compare(TINY, chosen, [0, 1], folder, workers=1, deadline=-1.0)
@@ -582,7 +610,7 @@ def test_a_second_comparison_repeats_nothing(folder, monkeypatch):
 
 def test_what_is_packed_beside_the_folder_is_not_repeated(folder, tmp_path, monkeypatch):
     records.pack(folder, tmp_path / "digits.jsonl")
-    monkeypatch.setattr(queue, "run", lambda job: pytest.fail(f"{job.method} was run again"))
+    monkeypatch.setattr(queue, "run", lambda job, *_: pytest.fail(f"{job.method} was run again"))
     again = compare.compare(TINY, presets.methods("dp-sgd,dp-psasc"), [0, 1], tmp_path / "digits", workers=1)
     assert again.left == 0 and [r.seed for r in again.records] == [0, 1, 0, 1]
 
@@ -724,7 +752,7 @@ def test_a_deadline_in_the_past_begins_nothing(tmp_path):
 def test_after_a_deadline_the_same_call_runs_the_rest_and_nothing_twice(tmp_path, monkeypatch, runs, final):
     config, methods = TINY.replace(epochs=1, diagnostics=False), presets.methods("dp-sgd,psac-r-over-s")
     ran = []
-    monkeypatch.setattr(queue, "run", lambda job: ran.append(job) or runner.run(job))
+    monkeypatch.setattr(queue, "run", lambda job, *_: ran.append(job) or runner.run(job))
     monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: len(ran)))  # a run takes a second
     cut = compare.compare(config, methods, [0], tmp_path, workers=1, deadline=runs)
     assert len(ran) == runs and (len(cut.records), cut.left) == (final, 6 - runs)
@@ -737,7 +765,7 @@ def test_long_runs_are_begun_first_seed_by_seed(found, tmp_path, monkeypatch):
     """Else the last of many runs would be one of several gradients a step, with nothing left beside it."""
     methods, ran = presets.methods("dp-sgd,dp-psasc,dp-psasc-star"), []
     monkeypatch.setattr(queue, "calibrate", lambda config: 1.0)
-    monkeypatch.setattr(queue, "run", lambda job: ran.append(job) or record_of(job, found[0]))
+    monkeypatch.setattr(queue, "run", lambda job, *_: ran.append(job) or record_of(job, found[0]))
     done = compare.compare(TINY.replace(inner=((2, 0.5), (1, 0.5))), methods, [0, 1], tmp_path, workers=1).records
     tries = [(gpu.points(job), job.method) for job in ran if job.role == "search"]
     final = [(job.seed, job.method) for job in ran if job.role == "final"]
@@ -1219,6 +1247,55 @@ def test_experiments_are_found_in_the_papers_order(several, folder, found):
     assert one.preset == "digits" and one.records == found and one.paper == {}
 
 
+def test_runs_of_a_method_that_was_searched_and_has_none_are_left(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "pictures", lambda _: [])
+
+    def without(name, *patterns):
+        out = shutil.copytree(folder, tmp_path / name / "digits")
+        for path in (path for pattern in patterns for path in out.glob(pattern)):
+            path.unlink()
+        return out
+
+    def left(out):
+        (one,) = paper.load(out)
+        return one.left
+
+    searched = without("searched", "dp-psasc-seed*", "psac-*")
+    assert left(searched) == 2
+    assert "Unfinished: 2 runs left." in report.page(paper.load(searched))
+    records.pack(searched, tmp_path / "packed" / "digits.jsonl")
+    assert left(tmp_path / "packed") == 2
+    for path in (searched / "search").glob("dp-psasc-*"):  # a search at other settings is none of these runs
+        record = records.read(path)
+        dataclasses.replace(record, config=record.config | {"epsilon": 1.0}).save(path.parent)
+        path.unlink()
+    assert left(searched) == 0
+    # The control needed that search: DP-PSASC itself was perhaps never asked for.
+    others = ("non-private-*", "dp-sgd-*", "search/non-private-*", "search/dp-sgd-*")
+    assert left(without("control", "dp-psasc-seed*", *others)) == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "left"),
+    [
+        ("tiny", 0),
+        ("dpscale train digits --method dp-sgd --seed 1", 0),
+        ("dpscale compare digits --methods dp-sgd,auto-s --no-tune --seeds 2", 2),
+        ("dpscale compare digits '--methods=dp-sgd, auto-s' --no-tune --seeds=3", 1 + 3),
+        ("dpscale reproduce figures --methods dp-sgd,auto-s,of-another-release", 2),
+        ("dpscale compare digits --no-tune", 3 + 7 * 5),
+        ("dpscale reproduce table2 --presets imagenette", 1 + 7 * 3),
+        ("dpscale it's", 0),
+    ],
+)
+def test_runs_that_the_command_of_the_records_asks_for_are_left(found, tmp_path, command, left):
+    for record in (record for record in found if record.method == "dp-sgd"):
+        preset = "imagenette" if "imagenette" in command else "digits"
+        dataclasses.replace(record, config=record.config | {"preset": preset}, command=command).save(tmp_path)
+    (one,) = paper.load(tmp_path)
+    assert one.left == left
+
+
 def test_the_report_of_several_sets_the_papers_figures_beside_ours(several):
     found = paper.load(several)
     text = report.write_all(several, found).read_text(encoding="utf-8")
@@ -1499,36 +1576,93 @@ def test_methods_that_were_not_searched_alike_are_told(found):
     assert summary.alike(summary.summarize([dataclasses.replace(each, search=None) for each in alike]))
 
 
-@pytest.mark.parametrize("poison", [{"accuracy": None}, {"versions": {}}, {"curves": {}}, {"preset": "../away"}])
-def test_a_record_that_is_none_is_refused(found, tmp_path, poison):
-    text = found[0].to_dict()
-    text |= {"config": text["config"] | poison} if "preset" in poison else poison
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps(text))
-    with pytest.raises(ValueError, match=r"record.json is not a record of format \d"):
-        records.read(path)
+CURVES = {"epoch": [1, 2], "train_loss": [1.0, None], "accuracy": [None, 0.5]}
 
 
 @pytest.mark.parametrize(
     ("poison", "told"),
     [
-        ({"accuracy": math.nan}, r"accuracy is nan, not a number in \[0, 1\]"),
-        ({"accuracy": 200}, r"accuracy is 200, not a number in \[0, 1\]"),
-        ({"epsilon": -5}, "epsilon is -5, not a finite number >= 0"),
-        ({"noise_multiplier": math.inf}, "noise_multiplier is inf, not a finite number >= 0"),
-        ({"delta": "1e-5"}, r"delta is '1e-5', not a number in \[0, 1\]"),
+        ({"accuracy": math.nan}, "accuracy is nan, not a finite number"),
+        ({"accuracy": 200}, r"accuracy is 200, not in \[0, 1\]"),
+        ({"accuracy": None}, "accuracy is None, not a finite number"),
+        ({"accuracy": "0.9"}, "accuracy is '0.9', not a finite number"),
+        ({"accuracy": True}, "accuracy is True, not a finite number"),
+        ({"seconds": 10**400}, r"seconds is 1000.*, not a finite number"),
+        ({"epsilon": -5}, "epsilon is -5, not >= 0"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier is inf, not a finite number"),
+        ({"delta": "1e-5"}, "delta is '1e-5', not a finite number"),
         ({"seconds": -1.0}, r"seconds is -1\.0, not"),
-        ({"curves": {"epoch": [1], "train_loss": [1.0], "accuracy": [7]}}, "an accuracy of its curve is 7, not"),
+        ({"created": None}, "created is None, not a string"),
+        ({"title": 5}, "title is 5, not a string"),
+        ({"title": ["a"]}, r"title is \['a'\], not a string"),
+        ({"role": "test"}, "role is 'test', not of the form"),
+        ({"versions": {}}, "versions.dpscale is missing"),
+        ({"versions": {"dpscale": 1}}, "versions.dpscale is 1, not a string"),
+        ({"config": {"preset": "../away"}}, r"config.preset is '\.\./away', not of the form"),
+        ({"config": {"epsilon": -5}}, "config.epsilon is -5, not >= 0"),
+        ({"config": {"note": 5}}, "config.note is 5, not a string"),
+        ({"config": []}, r"config is \[\], not an object"),
+        ({"choice": {"rate": "x"}}, "choice.rate is 'x', not a finite number"),
+        ({"choice": {"pace": 1}}, "a key of choice is 'pace', not of the form"),
+        ({"data": {"test": 0}}, r"data.test is 0, not in \[1, "),
+        ({"search": 5}, "search is 5, not an object"),
+        ({"search": {"tries": [1]}}, r"search.tries\[0\] is 1, not an object"),
+        ({"search": {"tries": [{"choice": {}, "accuracy": 0.5}]}}, r"search.tries\[0\].choice.rate is missing"),
+        ({"curves": {"accuracy": [7, 7]}}, r"curves.accuracy\[0\] is 7, not in \[0, 1\]"),
+        ({"curves": {"accuracy": [0.5]}}, "curves.accuracy has 1 values, not 2"),
+        ({"curves": {"accuracy": [0.5, None]}}, "the last of curves.accuracy is None"),
+        ({"curves": {"accuracy": None}}, "curves.accuracy is None, not a list"),
+        ({"scaling": {"rule": "magic"}}, "scaling is {.*'magic'.*}, not a rule and its constants"),
+        ({"diagnostics": {"norms": None}}, "diagnostics.mean_weight is missing"),
     ],
 )
-def test_numbers_that_no_run_can_give_are_refused(found, tmp_path, poison, told):
-    text = json.dumps(found[0].to_dict() | poison)
+def test_values_that_no_run_can_give_are_refused(found, tmp_path, poison, told):
+    whole = found[0].to_dict() | {"curves": CURVES}
+    inside = {n: (whole[n] or {}) | v if isinstance(v, dict) and n != "versions" else v for n, v in poison.items()}
+    text = json.dumps(whole | inside)
     (tmp_path / "dp-sgd-seed0-abc.json").write_text(text)
     with pytest.raises(ValueError, match=f"dp-sgd-seed0-abc.json is damaged: {told}.*Delete it and run the same"):
         records.load(tmp_path)
     (tmp_path / "digits.jsonl").write_text(f"{json.dumps(found[0].to_dict())}\n{text}\n")
     with pytest.raises(ValueError, match=f"Line 2 of .*digits.jsonl is damaged: {told}.*Delete it and pack"):
         records.load(tmp_path / "digits.jsonl")
+    (tmp_path / "digits.jsonl").write_text(f"{json.dumps(whole)}\n")
+    assert len(records.load(tmp_path / "digits.jsonl")) == 1
+
+
+def places(value, path=()):
+    """Where values lie in a record, of lists the first and the last."""
+    if path:
+        yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        if isinstance(value, dict) or key in (0, len(value) - 1):
+            yield from places(each, (*path, key))
+
+
+@pytest.mark.parametrize("wrong", [1e308, "x", []], ids=str)
+def test_a_wrong_value_is_refused_by_name_or_does_no_harm(found, tmp_path, wrong, monkeypatch):
+    """Wherever it stands: a page is made of what is not refused."""
+    monkeypatch.setattr(report.figures, "svg", lambda *_: "")  # nothing is drawn, which takes long
+    record = next(r for r in found if r.method == "dp-psasc" and r.seed == 0).to_dict()
+    refused = 0
+    for path in places(record):
+        text = copy.deepcopy(record)
+        inner = text
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = wrong
+        (tmp_path / "digits.jsonl").write_text(json.dumps(text))
+        try:
+            one = paper.load(tmp_path)
+        except ValueError as error:
+            refused += 1
+            assert f"Line 1 of {tmp_path / 'digits.jsonl'} is " in str(error), (path, error)
+        else:
+            if path[0] in ("config", "choice", "search", "data", "curves", "scaling", "diagnostics", "title"):
+                report.page(one)
+                markdown.page(one)
+    assert refused > 50
 
 
 def jobs_of(done):
@@ -1570,7 +1704,7 @@ def test_what_another_process_has_recorded_meanwhile_is_not_run_again(workers, f
     jobs, done = jobs_of(records.load(folder))
     begun, finished = [], []
 
-    def run(job):
+    def run(job, *_):
         begun.append((job.method, job.seed))
         for record in done.values():  # as if another process had gone through all of them by now
             record.save(tmp_path)
@@ -1628,7 +1762,7 @@ def test_a_claim_is_left_with_its_run(folder, tmp_path, monkeypatch):
     jobs, done = jobs_of(records.load(folder))
     ran = []
 
-    def run(job):
+    def run(job, *_):
         ran.append(job)
         done[jobs[0].method, jobs[0].seed].save(tmp_path)
         if len(ran) == 3:
@@ -1645,7 +1779,7 @@ def test_a_claim_is_left_with_its_run(folder, tmp_path, monkeypatch):
 def test_a_run_that_another_process_has_under_way_is_waited_for(folder, tmp_path, monkeypatch):
     jobs, done = jobs_of(records.load(folder))
     ran, looks = [], []
-    monkeypatch.setattr(queue, "run", lambda job: ran.append(job) or done[job.method, job.seed])
+    monkeypatch.setattr(queue, "run", lambda job, *_: ran.append(job) or done[job.method, job.seed])
     with claimed_elsewhere(tmp_path, queue.key_of(jobs[0])) as other:
 
         def sleep(seconds):
@@ -1664,7 +1798,7 @@ def test_a_run_that_another_process_has_under_way_is_waited_for(folder, tmp_path
 def test_the_run_of_a_process_that_died_is_done_here(folder, tmp_path, monkeypatch):
     jobs, done = jobs_of(records.load(folder))
     ran = []
-    monkeypatch.setattr(queue, "run", lambda job: ran.append(job) or done[job.method, job.seed])
+    monkeypatch.setattr(queue, "run", lambda job, *_: ran.append(job) or done[job.method, job.seed])
     with claimed_elsewhere(tmp_path, queue.key_of(jobs[0])) as other:
         monkeypatch.setattr(queue.time, "sleep", lambda _: other.kill() or other.wait())
         queue_in(tmp_path, 1).run(jobs, processes.Here())
@@ -1686,7 +1820,7 @@ def test_runs_that_do_not_fit_together_go_one_by_one(folder, tmp_path, monkeypat
     jobs, done = jobs_of(records.load(folder))
     pool, tried = Later(monkeypatch), []
 
-    def run(job):
+    def run(job, *_):
         tried.append((job.method, job.seed))
         if len(pool.under_way) >= 1:  # another one is there
             raise torch.OutOfMemoryError("no memory")
@@ -1702,11 +1836,11 @@ def test_runs_that_do_not_fit_together_go_one_by_one(folder, tmp_path, monkeypat
 def test_a_run_that_does_not_fit_alone_is_told(folder, tmp_path, monkeypatch):
     jobs, _ = jobs_of(records.load(folder))
 
-    def run(job):
+    def run(job, *_):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(queue, "run", run)
-    with pytest.raises(ValueError, match=r"The GPU has no memory for this run.*micro_batch"):
+    with pytest.raises(ValueError, match=r"There is not enough memory for this run.*micro_batch"):
         queue_in(tmp_path, 2).run(jobs, Later(monkeypatch))
 
 
@@ -1714,7 +1848,7 @@ def test_an_error_loses_nothing_that_is_under_way(folder, tmp_path, monkeypatch)
     jobs, done = jobs_of(records.load(folder))
     ran = []
 
-    def run(job):
+    def run(job, *_):
         ran.append(job)
         if len(ran) == 1:
             raise RuntimeError("broken")
@@ -1733,7 +1867,7 @@ def test_memory_is_free_again_after_a_run_that_had_not_enough(monkeypatch):
     class Large:
         pass
 
-    def run(job):
+    def run(job, *_):
         large = Large()
         alive.append(weakref.ref(large))
         raise torch.OutOfMemoryError("no memory")
@@ -1741,9 +1875,26 @@ def test_memory_is_free_again_after_a_run_that_had_not_enough(monkeypatch):
     monkeypatch.setattr(queue, "run", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(alive[0]() is None))
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+    with pytest.raises(queue.NoMemory, match="not enough memory"):
         queue.attempt(job("dp-sgd"))
     assert freed == [True]
+
+
+@pytest.mark.parametrize("method", ["dp-sgd", "non-private"])
+@pytest.mark.parametrize("many", [True, False], ids=["compare", "train"])
+def test_memory_that_runs_out_in_a_step_is_told(method, many, tmp_path, monkeypatch):
+    """As torch raises it, and as a private step does, which says what its own caller can do."""
+
+    def hungry(config):
+        return lambda model, batch: model(batch[0]).sum() + torch.empty(2**60)  # more than any machine has
+
+    monkeypatch.setattr(runner, "_losses_of", hungry)
+    with pytest.raises(queue.NoMemory, match=r"not enough memory for this run\. .*--set micro_batch"):
+        if many:
+            queue_in(tmp_path, 1).run([job(method)], processes.Here())
+        else:
+            compare.train(TINY.at_rate(0.1), METHODS[method], 0, tmp_path)
+    assert not list(tmp_path.rglob("*.json"))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -1791,7 +1942,7 @@ def test_a_single_run_that_is_packed_beside_its_folder_is_not_repeated(tmp_path,
     done = compare.train(config, METHODS["dp-sgd"], 0, tmp_path / "digits")
     records.pack(tmp_path / "digits", tmp_path / "digits.jsonl")
     shutil.rmtree(tmp_path / "digits")
-    monkeypatch.setattr(compare, "run", lambda *_: pytest.fail("was run again"))
+    monkeypatch.setattr(compare, "attempt", lambda *_: pytest.fail("was run again"))
     assert compare.train(config, METHODS["dp-sgd"], 0, tmp_path / "digits") == done
 
 

@@ -13,7 +13,9 @@ import torch
 from PIL import Image
 from torch import nn
 
+from dpscale import Clip, FullBatch, Plan, Poisson
 from dpscale.lab import (
+    commands,
     compare,
     figures,
     markdown,
@@ -51,7 +53,7 @@ def compared(tmp_path_factory):
 @pytest.fixture
 def idle(monkeypatch):
     """Nothing is trained."""
-    for place, name in ((queue, "run"), (compare, "run"), (runner, "_run")):
+    for place, name in ((queue, "run"), (compare, "attempt"), (runner, "_run")):
         monkeypatch.setattr(place, name, lambda *_, **__: pytest.fail("the work began"))
 
 
@@ -183,11 +185,29 @@ def test_settings_are_the_papers(tmp_path, monkeypatch):
     line = refuse("reproduce", "table1", "--presets", "mnist,digits")
     assert "must be experiments of the paper, which are mnist, fashion-mnist" in line and "Got 'digits'" in line
     shown = []
-    monkeypatch.setattr(paper, "settings", lambda names: shown.extend(names) or [])
+    monkeypatch.setattr(paper, "settings", lambda configs: shown.extend(each.preset for each in configs) or [])
     monkeypatch.setattr(paper, "experiments", lambda *_, **__: [])
     for names in ("digits", "digits,mnist"):
         run("reproduce", "all", "--presets", names, "--out", tmp_path)
     assert shown == ["mnist"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sampling", "shown"),
+    [
+        (("--set", "epsilon=1"), Poisson(size=60_000, batch=512), "60,000 512, 3 1e-4, 0.3, 0.9 1, 1e-5"),
+        (("--set", "train_size=900"), Poisson(size=900, batch=512), "900 512, 3 1e-4, 0.3, 0.9 3, 1e-5"),
+        (("--set", "sampling=full-batch"), FullBatch(size=60_000), "60,000 60000, 3 1e-4, 0.3, 0.9 3, 1e-5"),
+    ],
+)  # fmt: skip
+def test_the_settings_shown_are_those_that_are_run(arguments, sampling, shown, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(paper, "experiments", lambda configs, *_, **__: ran.extend(configs) or [])
+    told = run("reproduce", "all", "--presets", "mnist", "--epochs", "3", *arguments, "--out", tmp_path).stdout
+    plan = Plan(scaling=Clip(C=1.0), sampling=sampling, epochs=3)
+    noise = plan.calibrate(epsilon=ran[0].epsilon, delta=1e-5).noise_multiplier
+    assert f"mnist {shown} {noise:.4f}" in re.sub(" +", " ", told)
+    assert ran[0].diagnostics and paper.settings(ran)[0].epsilon == ran[0].epsilon
 
 
 @pytest.mark.parametrize(
@@ -214,6 +234,58 @@ def test_settings_are_the_papers(tmp_path, monkeypatch):
 )
 def test_a_value_of_the_wrong_kind_is_one_line(arguments, text, tmp_path, idle):
     assert text in refuse("train", "digits", "--set", *arguments, "--out", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--epochs", "3", "--set", "epochs=5"), "epochs is given twice, as 3 and by --set as 5. Give it once."),
+        (("--k0", "1", "--set", "K0=2"), "K0 is given twice, as 1 and by --set as 2"),
+        (("--diagnostics", "--set", "diagnostics=false"), "diagnostics is given twice, as True and by --set as False"),
+        (("--no-tune", "--set", "tune=true"), "tune is given twice, as False and by --set as True"),
+        (("--set", "epochs=3", "--set", "epochs=5"), "'epochs' parameter of --set must be given once. Got 'epochs=5'"),
+        (("--lr", "0.5", "--set", 'rates={"dp-sgd": 1}'), "--lr is the rate of every method, without a search"),
+        (("--lr", "0.5", "--set", "grid=[1]"), "so that grid would do nothing. Leave out one of the two."),
+        (("--lr", "0.5", "--tune"), "so that tune would do nothing"),
+        (("--gamma1", "0.5", "--set", "gamma1s=[0.1]"), "gamma1 is the one outer momentum that is tried"),
+        (("--set", "K0=1", "--set", "inner=[[1,0.5]]"), "so that inner would do nothing"),
+        (("--batch", "64", "--sampler", "full-batch"), "--sampler full-batch takes all samples, so that batch would"),
+        (("--C", "1e300"), "'C' parameter of Config must be from 1e-12 to 1e12, or float32 overflows. Got 1e+300"),
+        (("--lr", "1e300"), "'rate' parameter of Config must be from 1e-12 to 1e12, or float32 overflows"),
+        (("--train-size", "30", "--batch", "1"), "every class. Got '0.2 of 30' instead. Take more samples (--tr"),
+        (("--train-size", "2"), "'train_size' parameter of Config must be such that every class has a sample. Got 2"),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_each_other_or_go_too_far_are_one_line(arguments, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_model", lambda *_: pytest.fail("the work began"))
+    assert text in refuse("compare", "digits", "--workers", "1", *arguments, "--out", tmp_path)
+
+
+def test_options_that_say_the_same_twice_are_taken(tmp_path):
+    config = options.configured("digits", 0.5, None, ["epochs=3", "epochs=3", "C=1"], epochs=3, C=1.0, tune=False)
+    assert (config.epochs, config.C, config.tune, config.rates["dp-sgd"]) == (3, 1.0, False, 0.5)
+    given = options.configured("digits", None, None, ["tune=true"], {"tune": False, "diagnostics": True})
+    assert given.tune and given.diagnostics  # what a command takes for granted is no option
+
+
+@pytest.mark.parametrize("seed", [2**63, 10**25])
+def test_seeds_beyond_what_generators_take_are_one_line(seed, tmp_path, idle):
+    line = refuse("train", "digits", "--seed", seed, "--out", tmp_path)
+    assert "--seed" in line and str(2**63 - 1) in line
+    assert commands.MOST_SEEDS == compare.SEARCH_SEED  # so that no final run has the seed of the search
+    for command in (("compare", "digits"), ("reproduce", "table2"), ("reproduce", "figures")):
+        line = refuse(*command, "--seeds", seed, "--out", tmp_path)
+        assert "--seeds" in line and str(commands.MOST_SEEDS) in line
+
+
+def test_a_class_without_samples_is_told_to_a_single_run_too(tmp_path):
+    line = refuse("train", "digits", "--train-size", "5", "--out", tmp_path)
+    assert "every class has a sample. Got 5 instead. Take more (--train-size)." in line
+
+
+@pytest.mark.parametrize("value", ["grid=[1,1.0]", "gamma1s=[0.5,0.5]", "inner=[[1,0.5],[1,0.5]]"])
+def test_two_equal_tries_are_refused(value, tmp_path, idle):
+    assert "must be without repeats" in refuse("compare", "digits", "--set", value, "--out", tmp_path)
 
 
 @pytest.mark.parametrize(

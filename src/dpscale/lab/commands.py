@@ -17,8 +17,15 @@ from dpscale.lab import presets
 from dpscale.lab.options import Encoder, Epochs, Folder, Values, configured, experiment
 from dpscale.lab.presets import Config
 
+MOST_SEEDS = 1000  # final runs count theirs from 0, and that of the search is 1000
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of records and report; default: runs/PRESET.")]
+Tune = Annotated[
+    bool | None,
+    typer.Option(
+        "--tune/--no-tune", help="Search the rate of each method on held-out training data; default: the preset's."
+    ),
+]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Runs at once; default: 2 on the CPU, on a GPU as many as fit.")
 ]
@@ -27,11 +34,11 @@ Workers = Annotated[
 reproduce = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@experiment
+@experiment()
 def train(
     config: Config,
     method: Annotated[str, typer.Option(help="Name of a method, such as dp-psasc, dp-sgd, non-private.")] = "dp-psasc",
-    seed: Annotated[int, typer.Option(min=0, help="Of initialisation, batches and noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of initialisation, batches and noise.")] = 0,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -59,13 +66,12 @@ def train(
     typer.echo(f"Record in {folder}")
 
 
-@experiment
+@experiment(tune=Tune)
 def compare(
     config: Config,
     methods: Annotated[str | None, typer.Option(help="Comma-separated names; default: all, with controls.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per method.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Number of seeds per method.")] = 5,
     out: Out = None,
-    tune: Annotated[bool, typer.Option(help="Search the rate of each method on held-out training data.")] = True,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
@@ -79,7 +85,6 @@ def compare(
 
     from dpscale.lab import compare, display, presets, report, summary
 
-    config = config if tune else config.replace(tune=False)
     chosen, folder, start = presets.methods(methods), out or Path("runs") / config.preset, time.perf_counter()
     _require_writable(folder)
     with display.comparison_bar(f"compare {config.preset}", quiet=as_json) as bar:
@@ -169,9 +174,11 @@ def _reproduce(context: typer.Context) -> None:
 
 PresetList = Annotated[str | None, typer.Option("--presets", help="Comma-separated names; default: the paper's five.")]
 Methods = Annotated[str | None, typer.Option(help="Comma-separated names; default: all, with controls.")]
-Seeds = Annotated[int | None, typer.Option(min=1, help="Seeds per method; default: 5, and 3 for the two large ones.")]
+Seeds = Annotated[
+    int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds per method; default: 5, and 3 for the two large ones.")
+]
 PictureMethods = Annotated[str, typer.Option(help="Comma-separated names, such as psac-r-over-s.")]
-PictureSeeds = Annotated[int, typer.Option(min=1, help="Seeds per method.")]
+PictureSeeds = Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds per method.")]
 Budget = Annotated[
     float | None, typer.Option(min=0, help="Begin no run after so many minutes. The same command goes on later.")
 ]
@@ -190,7 +197,7 @@ def table1(presets_: PresetList = None, as_json: Json = False) -> None:
 
     from dpscale.lab import display, paper
 
-    found = paper.settings(_names(presets_))
+    found = paper.settings([presets.preset(name) for name in _names(presets_)])
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
     else:
@@ -245,7 +252,7 @@ def figures(
     """
     _experiments(
         presets_, methods, seeds, out, budget_minutes, data, values, workers, as_json,
-        epochs=epochs, encoder=encoder, diagnostics=True, tune=False,
+        own={"diagnostics": True, "tune": False}, epochs=epochs, encoder=encoder,
     )  # fmt: skip
 
 
@@ -265,27 +272,22 @@ def all_(
 ) -> None:
     """Settings, accuracies and pictures in one go: table2 with diagnostics on. Resumes where it left off.
 
-    Presets that the paper does not have are left out of the settings.
+    The settings are those that are run. Presets that the paper does not have are left out of them.
 
     \b
     Example:
       dpscale reproduce all --budget-minutes 120 --out runs/paper
     """
-    from dpscale.lab import paper
-
-    _require_writable(out)
-    settings = [name for name in _names(presets_) if name in paper.SIZES]
-    if settings and not as_json:
-        table1(",".join(settings))
     _experiments(
         presets_, methods, seeds, out, budget_minutes, data, values, workers, as_json,
-        epochs=epochs, encoder=encoder, diagnostics=True,
+        own={"diagnostics": True}, settings=True, epochs=epochs, encoder=encoder,
     )  # fmt: skip
 
 
 def _experiments(
     names: str | None, methods: str | None, seeds: int | None, out: Path, minutes: float | None, data: Path | None,
-    values: list[str] | None, workers: int | None, as_json: bool, **changes: Any,
+    values: list[str] | None, workers: int | None, as_json: bool, own: dict[str, bool] | None = None,
+    settings: bool = False, **changes: Any,
 ) -> None:  # fmt: skip
     _require_writable(out)
     from rich.console import Console
@@ -293,7 +295,10 @@ def _experiments(
     from dpscale.lab import display, paper, presets, report
     from dpscale.lab import figures as pictures
 
-    configs = [configured(name, None, data, values, **changes) for name in _names(names)]
+    configs = [configured(name, None, data, values, own, **changes) for name in _names(names)]
+    shown = [config for config in configs if settings and config.preset in paper.SIZES]
+    if shown and not as_json:
+        Console(highlight=False).print(display.settings(paper.settings(shown)))
     others = paper.others(out, [config.preset for config in configs])
     with display.experiments_bar(quiet=as_json) as bar:
         found = paper.experiments(
@@ -302,7 +307,7 @@ def _experiments(
             on_begun=lambda name, now: bar(name).begun(now), on_finished=lambda name, now: bar(name).finished(now),
         )  # fmt: skip
     path = report.write_all(out, paper.ordered([*found, *others])) if any(one.records for one in found) else None
-    if changes.get("diagnostics"):
+    if own:  # it records diagnostics, for pictures
         for one in (one for one in found if one.records):
             pictures.write(out / one.preset / "figures", pictures.pictures(one.records))
     left = sum(one.left for one in found)

@@ -128,8 +128,13 @@ def hold_out(data: Data, fraction: float) -> Data:
     Learning rates are searched on this, so that the test images choose nothing. They are not in what is returned.
     """
     require_probability("hold_out", "fraction", fraction, action="0.2 holds out a fifth.")
-    train, held = _stratified(data.train_labels.cpu().numpy(), fraction, _HOLD_OUT_SEED)
-    require(len(train) > 0 and len(held) > 0, "hold_out", "fraction", "such that both parts have samples", fraction)
+    labels = data.train_labels.cpu().numpy()
+    size, counts = round(fraction * len(labels)), np.unique(labels, return_counts=True)[1]
+    ok = len(counts) <= min(size, len(labels) - size) and counts.min() > 1
+    got = f"{fraction:g} of {len(labels)}"
+    action = "Take more samples (--train-size), or another part of them (--set held_out)."
+    require(ok, "hold_out", "fraction", "such that both parts have samples of every class", got, action)
+    train, held = _stratified(labels, fraction, _HOLD_OUT_SEED)
     return dataclasses.replace(
         data,
         name=f"{data.name}, {fraction:g} of the training data held out",

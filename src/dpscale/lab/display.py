@@ -1,4 +1,7 @@
-"""What a person at a terminal sees: bars while runs go on, a table after. Bars go to stderr, tables to stdout."""
+"""What a person at a terminal sees: bars while runs go on, a table after. Bars go to stderr, tables to stdout.
+
+Where there is no terminal, plain lines take the place of bars.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +16,7 @@ from rich.table import Table
 from dpscale.engine.phases import listening
 from dpscale.lab import terminal
 from dpscale.lab.paper import Experiment, Setting
-from dpscale.lab.presets import METHODS, Choice, preset
+from dpscale.lab.presets import METHODS, Choice
 from dpscale.lab.queue import Begun, Finished
 from dpscale.lab.runner import Progress
 from dpscale.lab.summary import Row, plural
@@ -39,9 +42,7 @@ def settings(found: Sequence[Setting]) -> Table:
             f"{one.noise_multiplier:.4f}", f"{one.noise_multiplier_rdp:.4f}",
         )  # fmt: skip
     shown.caption = "\n".join(
-        f"{one.preset}: a linear layer on frozen features of {encoder}"
-        for one in found
-        if (encoder := preset(one.preset).encoder)
+        f"{one.preset}: a linear layer on frozen features of {one.encoder}" for one in found if one.encoder
     )
     return shown
 
@@ -112,11 +113,11 @@ def experiments_bar(*, quiet: bool) -> Iterator[Callable[[str], Bar]]:
 def run_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
     """A bar over the steps of one run: ε so far, loss, speed and time left, or what it waits for.
 
-    Nothing without a terminal.
+    Without a terminal plain lines, one for each tenth of the run; silent if ``quiet``.
     """
     with terminal.bar(*_columns(), quiet=quiet) as bar:
         if bar is None:
-            yield lambda _: None
+            yield (lambda _: None) if quiet else _run_lines(title)
             return
         task = bar.add_task(title, total=None, state="calibrating", speed="")
         before, start = 0, time.perf_counter()
@@ -134,6 +135,21 @@ def run_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
             before, start = now.step, time.perf_counter()
 
         yield show
+
+
+def _run_lines(title: str) -> Callable[[Progress], None]:
+    """Says in lines where a run stands, and what it waits for."""
+    due = terminal.tenths()
+
+    def show(now: Progress) -> None:
+        if now.phase:
+            terminal.line(f"{now.phase} …")
+        elif due(now.step, now.steps):
+            spent = now.epsilon()
+            told = "" if spent is None else f", epsilon {spent:.2f}"
+            terminal.line(f"[epoch {now.epoch}/{now.epochs}] {title}: training loss {now.loss:.3f}{told}")
+
+    return show
 
 
 @contextmanager

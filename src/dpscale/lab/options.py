@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,35 +84,54 @@ OPTIONS: dict[str, Any] = {
 _OTHERS: dict[str, Any] = {"rate": Rate, "data": Folder, "values": Values}
 
 
-def experiment(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command whose first argument is a configuration the name of a preset and every option that changes it."""
+def experiment(**more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command whose first argument is a configuration the name of a preset and every option that changes it.
 
-    @functools.wraps(command)
-    def run(preset: str, **given: Any) -> None:
-        others, changes = ({name: given.pop(name) for name in names} for names in (_OTHERS, OPTIONS))
-        command(configured(preset, **others, **changes), **given)
+    ``more`` are options of this command alone, by the values of a `Config` that they change.
+    """
 
-    kind = inspect.Parameter.KEYWORD_ONLY
-    own = [own.replace(kind=kind) for own in list(inspect.signature(command).parameters.values())[1:]]
-    added = [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in {**OPTIONS, **_OTHERS}.items()]
-    name = inspect.Parameter("preset", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Preset)
-    parameters = [name, *own, *added]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(preset: str, **given: Any) -> None:
+            others, changes = ({name: given.pop(name) for name in names} for names in (_OTHERS, {**OPTIONS, **more}))
+            command(configured(preset, **others, **changes), **given)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        own = [own.replace(kind=kind) for own in list(inspect.signature(command).parameters.values())[1:]]
+        options = {**more, **OPTIONS, **_OTHERS}
+        added = [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in options.items()]
+        name = inspect.Parameter("preset", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Preset)
+        parameters = [name, *own, *added]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorated
 
 
-def configured(name: str, rate: float | None, data: Path | None, values: list[str] | None, **changes: Any) -> Config:
-    """The preset with what the command line changes; a momentum that is given is not searched."""
+def configured(
+    name: str,
+    rate: float | None,
+    data: Path | None,
+    values: list[str] | None,
+    own: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Config:
+    """The preset with what the command line changes; a momentum that is given is not searched.
+
+    ``own`` is what the command itself changes, unless ``--set`` says otherwise.
+    """
     if data is not None:
         os.environ["DPSCALE_DATA"] = str(data)  # for the processes of a comparison too
     given = _values(values or [])
+    changes = {name: value for name, value in changes.items() if value is not None}
+    _require_agreement(rate, changes, given)
+    changes |= given
     try:
-        config = dataclasses.replace(presets.preset(name).replace(**changes), **given)  # None is given, or nothing is
+        config = dataclasses.replace(presets.preset(name), **{**(own or {}), **changes})
     except TypeError as error:
         told = f"--set {' --set '.join(values or [])}"
         raise ValueError(f"A value is of the wrong kind in {told}: {error}. A list is written as [1, 2].") from error
-    changes |= given
     if changes.get("gamma1") is not None:
         config = config.replace(gamma1s=(config.gamma1,))
     if changes.get("K0") is not None or changes.get("gamma0") is not None:
@@ -120,6 +139,25 @@ def configured(name: str, rate: float | None, data: Path | None, values: list[st
     config = config if rate is None else config.at_rate(rate)
     config.require_fitting()
     return _on_this_device(config, asked=changes.get("precision") is not None)
+
+
+def _require_agreement(rate: float | None, changes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse options of which one would undo another."""
+    for name in (name for name in given if changes.get(name, given[name]) != given[name]):
+        told = f"{name} is given twice, as {changes[name]!r} and by --set as {given[name]!r}. Give it once."
+        raise ValueError(told)
+    asked = {name: value for name, value in {**changes, **given}.items() if (name, value) != ("tune", False)}
+    searched = ("rates", "grid", "gamma1s", "inner", "tune")
+    clashes = (
+        ("--lr", rate is not None, "is the rate of every method, without a search", searched),
+        ("gamma1", "gamma1" in asked, "is the one outer momentum that is tried", ("gamma1s",)),
+        ("K0", "K0" in asked, "is of the one inner momentum that is tried", ("inner",)),
+        ("gamma0", "gamma0" in asked, "is of the one inner momentum that is tried", ("inner",)),
+        ("--sampler full-batch", asked.get("sampling") == "full-batch", "takes all samples", ("batch",)),
+    )
+    for what, there, told, names in clashes:
+        for name in (name for name in names if there and name in asked):
+            raise ValueError(f"{what} {told}, so that {name} would do nothing. Leave out one of the two.")
 
 
 def _on_this_device(config: Config, *, asked: bool) -> Config:
@@ -136,15 +174,16 @@ def _on_this_device(config: Config, *, asked: bool) -> Config:
 def _values(given: list[str]) -> dict[str, Any]:
     """What ``--set NAME=VALUE`` says: JSON, or else plain text."""
     known = {field.name for field in dataclasses.fields(Config)} - {"preset"}
-    found = {}
+    found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         require(name in known, "--set", "NAME=VALUE", f"one of {', '.join(sorted(known))}", text)
         require(bool(equals), "--set", name, f"given as {name}=VALUE", text, "=VALUE is missing.")
         try:
-            found[name] = _tuples(json.loads(value))
+            read = _tuples(json.loads(value))
         except json.JSONDecodeError:
-            found[name] = value
+            read = value
+        require(found.setdefault(name, read) == read, "--set", name, "given once", text, "It was another before.")
     return found
 
 

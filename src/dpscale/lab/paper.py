@@ -1,7 +1,9 @@
 """The paper's own figures, and its experiments made anew from records."""
 
 import math
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,12 +14,12 @@ from dpscale.accounting import Accountant
 from dpscale.checks import require
 from dpscale.lab import compare, presets, records, summary
 from dpscale.lab.datasets import DataError, stored
-from dpscale.lab.presets import Config, Method, preset
+from dpscale.lab.presets import METHODS, Config, Method
 from dpscale.lab.queue import Begun, Finished
 from dpscale.lab.records import Record
 from dpscale.lab.summary import Row
 from dpscale.plan import Plan
-from dpscale.sampling import Poisson
+from dpscale.sampling import FullBatch, Poisson
 from dpscale.scaling import Clip
 
 ACCURACY: dict[str, dict[str, float]] = {
@@ -47,7 +49,7 @@ SEEDS = {"celeba-male": 3, "imagenette": 3}
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A line of the paper's table of settings, and the noise that they come to here."""
+    """A line of the paper's table of settings, or of what is run in their place, and the noise that they come to."""
 
     preset: str
     samples: int
@@ -60,26 +62,33 @@ class Setting:
     delta: float
     noise_multiplier: float
     noise_multiplier_rdp: float
+    encoder: str | None = None
 
 
-def settings(names: Sequence[str] = PRESETS) -> list[Setting]:
-    """The paper's settings with σ as calibrated, by privacy-loss distributions and by Rényi DP. Nothing is trained."""
-    for name in names:
+def settings(configs: Sequence[Config]) -> list[Setting]:
+    """Settings of the paper's experiments with σ as calibrated, by privacy-loss distributions and by Rényi DP.
+
+    Nothing is trained, and no data are read: so many samples as the paper has, or ``train_size``.
+    """
+    for name in (config.preset for config in configs):
         must = f"experiments of the paper, which are {', '.join(SIZES)}"
         require(name in SIZES, "table1", "presets", must, name, "Leave it out.")
-    return [_setting(preset(name), SIZES[name]) for name in names]
+    return [_setting(config, config.train_size or SIZES[config.preset]) for config in configs]
 
 
 def _setting(config: Config, samples: int) -> Setting:
-    plan = Plan(scaling=Clip(C=1.0), sampling=Poisson(size=samples, batch=config.batch), epochs=config.epochs)
+    whole = config.sampling == "full-batch"
+    sampling = FullBatch(size=samples) if whole else Poisson(size=samples, batch=config.batch)
+    plan = Plan(scaling=Clip(C=1.0), sampling=sampling, epochs=config.epochs)
     tight, by_rdp = (
         replace(plan, accountant=by).calibrate(epsilon=config.epsilon, delta=config.delta).noise_multiplier
         for by in get_args(Accountant)
     )
     assert tight is not None and by_rdp is not None
     return Setting(
-        preset=config.preset, samples=samples, batch=config.batch, epochs=config.epochs, C=config.C, r=config.r,
-        s=config.s, epsilon=config.epsilon, delta=config.delta, noise_multiplier=tight, noise_multiplier_rdp=by_rdp,
+        preset=config.preset, encoder=config.encoder, samples=samples, batch=samples if whole else config.batch,
+        epochs=config.epochs, C=config.C, r=config.r, s=config.s, epsilon=config.epsilon, delta=config.delta,
+        noise_multiplier=tight, noise_multiplier_rdp=by_rdp,
     )  # fmt: skip
 
 
@@ -88,7 +97,7 @@ class Experiment:
     """One of the paper's rows as it came out here.
 
     Args:
-        left: runs that a budget left undone.
+        left: runs that were asked for and are not done; of loaded records, as far as they tell, final ones alone.
         left_out: records of other settings that lie beside these.
     """
 
@@ -194,10 +203,40 @@ def _loaded(source: Path, like: Sequence[Record] = ()) -> Experiment:
         return Experiment(preset=found[0].config["preset"], records=[], rows=[], left=0)
     chosen, left_out = summary.select(found, like)
     rows = summary.summarize(chosen)
-    most = max(len(row.seeds) for row in rows)
-    left = sum(most - len(row.seeds) for row in rows)  # what is known of it: a method that has fewer seeds than others
     name = chosen[0].config["preset"]
-    return Experiment(preset=name, records=chosen, rows=rows, left=left, left_out=left_out)
+    return Experiment(preset=name, records=chosen, rows=rows, left=_left(chosen, source), left_out=left_out)
+
+
+def _left(chosen: Sequence[Record], source: Path) -> int:
+    """How many final runs are missing until all methods that were asked for have all seeds that were.
+
+    Both are known from the commands of the records, those of the search too, and from the records themselves: a method
+    that was searched for was asked for, unless it was for the sake of one that follows it.
+    """
+    first, done = chosen[0], Counter(record.method for record in chosen)
+
+    def settings(record: Record) -> tuple[Any, ...]:
+        config = {**record.config, "diagnostics": first.config.get("diagnostics")}  # which a search never has
+        return records.asked(config, "final"), record.versions["dpscale"], record.data.get("checksums")
+
+    tried = [r for r in records.whole(source) if r.role == "search" and settings(r) == settings(first)]
+    follow = {METHODS[name].follows for name in done if name in METHODS}
+    methods, most = set(done), max(done.values())
+    for record in (*chosen, *tried):
+        named, seeds = _asked(record)
+        methods |= named or {record.method} - follow
+        most = max(most, seeds)
+    return sum(most - done[name] for name in methods)
+
+
+def _asked(record: Record) -> tuple[set[str], int]:
+    """The methods that the command of a record asked for, and the number of seeds; none and 0 if it does not tell."""
+    methods = re.search(r"--methods[ =]'?([\w-]+(?: *, *[\w-]+)*)", record.command)
+    seeds = re.search(r"--seeds[ =](\d{1,4})\b", record.command)
+    all_of = re.match(r"dpscale (compare|reproduce (?:table2|all)) ", record.command)
+    named = set(re.split(" *, *", methods[1])) if methods else set(METHODS) if all_of else set()
+    usual = 0 if not all_of else 5 if all_of[1] == "compare" else SEEDS.get(record.config["preset"], 5)
+    return named & set(METHODS), int(seeds[1]) if seeds else usual
 
 
 def to_dict(found: Sequence[Experiment]) -> list[dict[str, Any]]:

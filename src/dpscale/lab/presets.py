@@ -114,8 +114,9 @@ class Config:
         ok = len(pair) == 2 and all(is_number(value) and math.isfinite(value) for value in pair) and pair[1] != 0
         must = "two finite numbers (a, b), with b not 0"
         require(ok, "Config", "normalize", must, self.normalize, "A pixel x becomes (x - a)/b.")
-        for name in ("epsilon", "C", "r", "s"):
-            require_positive("Config", name, getattr(self, name))
+        require_positive("Config", "epsilon", self.epsilon)
+        for name in ("C", "r", "s"):
+            _require_within_float32(name, getattr(self, name), f"Give another --{name}.")
         for name in ("batch", "epochs", "last_epochs"):
             require_count("Config", name, getattr(self, name))
         for name in ("delta", "held_out"):
@@ -143,7 +144,11 @@ class Config:
         must = f"a mapping from names of methods to rates; the names are {', '.join(METHODS)}"
         require(ok, "Config", "rates", must, self.rates, 'In --set, write rates={"dp-sgd": 1.2}; --lr sets them all.')
         for rate in (*self.grid, *self.rates.values()):
-            require_positive("Config", "rate", rate, action="It is learning rate × bound / gamma1.")
+            _require_within_float32("rate", rate, "It is learning rate × bound / gamma1, like --lr.")
+        for name in ("grid", "gamma1s", "inner"):
+            given = getattr(self, name)
+            once = len(set(given)) == len(given)
+            require(once, "Config", name, "without repeats", given, "A try is made once: leave the second out.")
         require(self.data in DATA, "Config", "data", f"one of {', '.join(DATA)}", self.data)
         require(self.model in MODELS, "Config", "model", f"one of {', '.join(MODELS)}", self.model)
         names = (None, *ENCODERS)
@@ -271,6 +276,12 @@ class Choice:
 _REAL = (
     "epsilon", "delta", "C", "r", "s", "held_out", "average", "gamma1", "gamma0", "kappa", "lookahead", "gamma",
 )  # fmt: skip
+
+
+def _require_within_float32(name: str, value: Any, action: str) -> None:
+    """Refuse a factor of a step with which bound, noise or learning rate, their products, would leave float32."""
+    require_positive("Config", name, value, action=action)
+    require(1e-12 <= value <= 1e12, "Config", name, "from 1e-12 to 1e12, or float32 overflows", value, action)
 
 
 def _real(value: Any) -> Any:

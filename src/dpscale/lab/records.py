@@ -7,21 +7,102 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
-from dpscale.checks import is_number
 from dpscale.lab.files import replacing
+from dpscale.lab.kinds import fault
 from dpscale.lab.provenance import installed_versions, source_commit
+from dpscale.scaling import RULES
 
 NAMES = "*-seed*-*.json"
 """What files of records are called; others in a folder are none of ours."""
 
 FORMAT = 2
 """Version of the record's layout."""
+
+
+# Beside a type, what `fault` asks for as well: the least and the most, a pattern, or the keys of a mapping.
+Share = Annotated[float, (0, 1)]
+Amount = Annotated[float, (0, math.inf)]
+Count = Annotated[int, (1, 2**63)]
+
+
+class _Settings(TypedDict):
+    preset: Annotated[str, r"\w[\w.-]*"]  # it names a file
+    model: str
+    epsilon: Amount
+    delta: Share
+    epochs: Count
+    batch: Count
+    optimizer: NotRequired[str]
+    schedule: NotRequired[str]
+    average: NotRequired[Share]
+    note: NotRequired[str]
+
+
+class _Rate(TypedDict):
+    rate: float
+
+
+Chosen = Annotated[Mapping[Annotated[str, "rate|gamma1|K0|gamma0"], float], _Rate]
+
+
+class _Curves(TypedDict):
+    epoch: list[int]
+    train_loss: list[float | None]
+    accuracy: list[Share | None]
+
+
+class _Features(TypedDict):
+    encoder: str
+
+
+class _Samples(TypedDict):
+    train: Count
+    test: Count
+    source: NotRequired[Mapping[str, Any]]
+    features: NotRequired[_Features]
+
+
+class _Histogram(TypedDict):
+    bin_width: Annotated[float, (1e-6, 10)]
+    counts: Annotated[list[Count], (1, math.inf)]
+
+
+class _Norms(_Histogram):
+    epochs: Annotated[list[int], (1, math.inf)]
+    log10_norm: list[Annotated[float, (-400, 400)]]
+
+
+class _Similarity(_Histogram):
+    cosine: list[Annotated[float, (-1, 1)]]
+
+
+class _Diagnostics(TypedDict):
+    norms: _Norms | None
+    similarity: _Similarity | None
+    mean_weight: list[Annotated[float, (0, 1e100)] | None]
+
+
+class _Try(TypedDict):
+    choice: Chosen
+    accuracy: Share
+
+
+class _Search(TypedDict):
+    note: str
+    held_out: Share
+    epochs: NotRequired[Count]
+    searched_for: str
+    tries: list[_Try]
+    chosen: Chosen
+
+
+class _Versions(TypedDict):
+    dpscale: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,31 +122,31 @@ class Record:
         search: how the choice was found, and what that leaves out of epsilon; None if it was given.
     """
 
-    config: Mapping[str, Any]
+    config: Annotated[Mapping[str, Any], _Settings]
     method: str
     title: str
     about: str
-    role: str
+    role: Annotated[str, "final|search"]
     seed: int
-    choice: Mapping[str, float]
+    choice: Chosen
     scaling: Mapping[str, Any] | None
     learning_rate: float
-    epsilon: float | None
-    delta: float | None
-    noise_multiplier: float | None
+    epsilon: Amount | None
+    delta: Share | None
+    noise_multiplier: Amount | None
     plan: Mapping[str, Any] | None
     statement: str
-    curves: Mapping[str, list[float | None]]
-    accuracy: float
-    loss: float | None
-    seconds: float
-    cold_seconds: float
-    data: Mapping[str, Any]
-    diagnostics: Mapping[str, Any] | None = None
-    search: Mapping[str, Any] | None = None
+    curves: Annotated[Mapping[str, list[float | None]], _Curves]
+    accuracy: Share
+    loss: Amount | None
+    seconds: Amount
+    cold_seconds: Amount
+    data: Annotated[Mapping[str, Any], _Samples]
+    diagnostics: Annotated[Mapping[str, Any], _Diagnostics] | None = None
+    search: Annotated[Mapping[str, Any], _Search] | None = None
     command: str = ""
     created: str = ""
-    versions: Mapping[str, str] = field(default_factory=installed_versions)
+    versions: Annotated[Mapping[str, str], _Versions] = field(default_factory=installed_versions)
     commit: str | None = field(default_factory=source_commit)
     format: int = FORMAT
 
@@ -148,10 +229,12 @@ def are_in(folder: Path) -> bool:
     return any(any(place.glob(names)) for place in (folder, folder / "search") for names in (NAMES, "*.jsonl"))
 
 
-def check(folder: Path) -> None:
-    """Read all records of a folder, those of its search too: a ``ValueError`` that names the first that is none."""
-    _found(folder)
-    _found(folder / "search")
+def whole(folder: Path) -> list[Record]:
+    """All records of a folder or of a packed file, those of its search too, if there are any.
+
+    A ``ValueError`` names the first that is none.
+    """
+    return _found(folder) + _found(folder / "search")
 
 
 def _is_packed(source: Path) -> bool:
@@ -178,7 +261,7 @@ def pack(folder: Path, path: Path) -> int:
 
     What the file has already stays there, unless the folder has another record of the same run.
     """
-    found = _found(folder) + _found(folder / "search")
+    found = whole(folder)
     if not found:
         return 0
     kept = {record.key: record for record in _unpacked(path)} if path.is_file() else {}
@@ -201,42 +284,35 @@ def _record(text: bytes, name: str, action: str) -> Record:
     problem = "is not JSON (cut short, perhaps)"
     try:
         found = json.loads(text.decode())
-        known = {f.name for f in dataclasses.fields(Record)}
+    except (ValueError, RecursionError):
+        found = None
+    else:
         problem = f"is not a record of format {FORMAT}"
-        if isinstance(found, dict) and found.get("format") == FORMAT and set(found) == known and _sound(found):
-            problem = _damage(found)
-            if not problem:
-                return Record(**found)
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        pass
+    known = {f.name for f in dataclasses.fields(Record)}
+    if isinstance(found, dict) and found.get("format") == FORMAT and set(found) == known:
+        if not (told := fault(found, Record) or _misfit(found)):
+            return Record(**found)
+        problem = f"is damaged: {told}"
     raise ValueError(f"{name} {problem}. Delete it and {action}.")
 
 
-def _damage(found: Mapping[str, Any]) -> str:
-    """The first number that no run can have given, in words; nothing if there is none."""
-    named = {"accuracy": 1, "loss": math.inf, "epsilon": math.inf, "delta": 1, "noise_multiplier": math.inf}
-    named |= {"seconds": math.inf, "cold_seconds": math.inf}
-    numbers = [(name, found[name], most) for name, most in named.items()]
-    numbers += [(f"{name} of its config", found["config"][name], named[name]) for name in ("epsilon", "delta")]
-    numbers += [("an accuracy of its curve", value, 1) for value in found["curves"]["accuracy"]]
-    for name, value, most in numbers:
-        if value is not None and not (is_number(value) and 0 <= value <= most and math.isfinite(value)):
-            must = "a number in [0, 1]" if most == 1 else "a finite number >= 0"
-            return f"is damaged: {name} is {value!r}, not {must}"
+def _misfit(found: Mapping[str, Any]) -> str:
+    """Parts of a record that do not go together, each of its kind though it is, in words; nothing if all do."""
+    curves, measured, rule = found["curves"], found["diagnostics"] or {}, found["scaling"]
+    epochs = found["config"]["epochs"] if found["role"] == "final" else len(curves["epoch"])
+    lists = [(f"curves.{name}", curves[name], epochs) for name in _Curves.__annotations__]
+    lists += [("diagnostics.mean_weight", measured["mean_weight"], epochs)] if measured else []
+    for name, centres in (("norms", "log10_norm"), ("similarity", "cosine")):
+        if part := measured.get(name):
+            lists.append((f"diagnostics.{name}.{centres}", part[centres], len(part["counts"])))
+    for name, values, count in lists:
+        if len(values) != count:
+            return f"{name} has {len(values)} values, not {count}"
+    if curves["accuracy"][-1:] == [None]:
+        return "the last of curves.accuracy is None, not a number"
+    try:
+        if rule is not None:
+            RULES[rule["rule"]](**{name: value for name, value in rule.items() if name != "rule"})
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return f"scaling is {rule!r}, not a rule and its constants"
     return ""
-
-
-def _sound(found: Mapping[str, Any]) -> bool:
-    """Whether the parts that tables and pages are made of are what they should be. A preset names a file."""
-    config, curves, choice = found["config"], found["curves"], found["choice"]
-    return (
-        all(isinstance(found[name], dict) for name in ("config", "curves", "choice", "data", "versions"))
-        and isinstance(config.get("preset"), str)
-        and re.fullmatch(r"\w[\w.-]*", config["preset"]) is not None
-        and all(isinstance(config.get(name), (int, float)) for name in ("epsilon", "delta", "epochs", "batch"))
-        and {"dpscale"} <= set(found["versions"])
-        and all(isinstance(curves.get(name), list) for name in ("epoch", "train_loss", "accuracy"))
-        and isinstance(choice.get("rate"), (int, float))
-        and isinstance(found["data"].get("test"), int)
-        and all(isinstance(found[name], (int, float)) for name in ("accuracy", "seconds", "cold_seconds", "seed"))
-    )

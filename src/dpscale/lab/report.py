@@ -163,7 +163,8 @@ def settings(one: Experiment) -> str:
     seeds = f"{span} {'seed' if counts == [1] else 'seeds'} each"
     what = f"{config['model']}" + (f" on frozen features of {one.encoder}" if one.encoder else "")
     samples = one.records[0].data["train"]
-    how = [] if config.get("optimizer", "sgd") == "sgd" else [{"nadam": "NAdam"}[config["optimizer"]]]
+    optimizer = config.get("optimizer", "sgd")
+    how = [] if optimizer == "sgd" else [{"nadam": "NAdam"}.get(optimizer, optimizer)]
     if config.get("schedule", "constant") != "constant":
         how.append(f"a learning rate that falls to 0 ({config['schedule']})")
     if config.get("average"):
