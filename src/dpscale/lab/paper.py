@@ -62,7 +62,7 @@ class Setting:
     delta: float
     noise_multiplier: float
     noise_multiplier_rdp: float
-    encoder: str | None = None
+    encoder: str | None
 
 
 def settings(configs: Sequence[Config]) -> list[Setting]:
