@@ -17,7 +17,7 @@ from dpscale.lab import presets
 from dpscale.lab.options import Encoder, Epochs, Folder, Values, configured, experiment
 from dpscale.lab.presets import Config
 
-MOST_SEEDS = 1000  # final runs count theirs from 0, and that of the search is 1000
+MOST_SEEDS = presets.SEARCH_SEED  # final runs count theirs from 0
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of records and report; default: runs/PRESET.")]
 Tune = Annotated[

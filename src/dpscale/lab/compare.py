@@ -16,12 +16,11 @@ from typing import Any
 from dpscale.checks import require
 from dpscale.lab import processes, records
 from dpscale.lab.gpu import fitting, points
-from dpscale.lab.presets import METHODS, Choice, Config, Method, searched
+from dpscale.lab.presets import METHODS, SEARCH_SEED, Choice, Config, Method, searched
 from dpscale.lab.queue import Begun, Finished, Queue, attempt
 from dpscale.lab.records import Record
 from dpscale.lab.runner import Job, Progress, calibrate
 
-SEARCH_SEED = 1000  # apart from the seeds of the final runs, which count from 0
 NOT_COUNTED = (
     "Rate and momentum were searched on held-out training data and that search is not counted in epsilon, "
     "as in the paper. It is harmless for public data such as these; on private data it would have to be paid for."

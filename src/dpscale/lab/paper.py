@@ -47,6 +47,10 @@ SEEDS = {"celeba-male": 3, "imagenette": 3}
 """Seeds per method where it is not five: these two take minutes a run."""
 
 
+def _usual_seeds(preset: str) -> int:
+    return SEEDS.get(preset, 5)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A line of the paper's table of settings, or of what is run in their place, and the noise that they come to."""
@@ -138,7 +142,7 @@ def experiments(
         budget: seconds after which no run is begun any more. The same call goes on where it left off.
     """
     deadline = None if budget is None else time.monotonic() + budget
-    counted = [range(seeds or SEEDS.get(config.preset, 5)) for config in configs]
+    counted = [range(seeds or _usual_seeds(config.preset)) for config in configs]
     for config, each in zip(configs, counted, strict=True):
         _require_data(config, methods, each, out / config.preset)
     done = []
@@ -203,11 +207,12 @@ def _loaded(source: Path, like: Sequence[Record] = ()) -> Experiment:
         return Experiment(preset=found[0].config["preset"], records=[], rows=[], left=0)
     chosen, left_out = summary.select(found, like)
     rows = summary.summarize(chosen)
+    left = _left(chosen, [*found, *records.searched(source)])
     name = chosen[0].config["preset"]
-    return Experiment(preset=name, records=chosen, rows=rows, left=_left(chosen, source), left_out=left_out)
+    return Experiment(preset=name, records=chosen, rows=rows, left=left, left_out=left_out)
 
 
-def _left(chosen: Sequence[Record], source: Path) -> int:
+def _left(chosen: Sequence[Record], found: Sequence[Record]) -> int:
     """How many final runs are missing until all methods that were asked for have all seeds that were.
 
     Both are known from the commands of the records, those of the search too, and from the records themselves: a method
@@ -219,7 +224,7 @@ def _left(chosen: Sequence[Record], source: Path) -> int:
         config = {**record.config, "diagnostics": first.config.get("diagnostics")}  # which a search never has
         return records.asked(config, "final"), record.versions["dpscale"], record.data.get("checksums")
 
-    tried = [r for r in records.whole(source) if r.role == "search" and settings(r) == settings(first)]
+    tried = [r for r in found if r.role == "search" and settings(r) == settings(first)]
     follow = {METHODS[name].follows for name in done if name in METHODS}
     methods, most = set(done), max(done.values())
     for record in (*chosen, *tried):
@@ -235,7 +240,7 @@ def _asked(record: Record) -> tuple[set[str], int]:
     seeds = re.search(r"--seeds[ =](\d{1,4})\b", record.command)
     all_of = re.match(r"dpscale (compare|reproduce (?:table2|all)) ", record.command)
     named = set(re.split(" *, *", methods[1])) if methods else set(METHODS) if all_of else set()
-    usual = 0 if not all_of else 5 if all_of[1] == "compare" else SEEDS.get(record.config["preset"], 5)
+    usual = 0 if not all_of else 5 if all_of[1] == "compare" else _usual_seeds(record.config["preset"])
     return named & set(METHODS), int(seeds[1]) if seeds else usual
 
 

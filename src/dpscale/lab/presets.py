@@ -312,6 +312,9 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 """Share of the learning rate that is left when so much of a run is over; a try of a search is a run of its own."""
 
+SEARCH_SEED = 1000
+"""Of every try; final runs count theirs from 0 and never reach it."""
+
 OUTER = ("heavy-ball", "inner-outer")
 """Momenta that keep a velocity, 1 - gamma1 of it at every step."""
 

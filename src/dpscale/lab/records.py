@@ -234,7 +234,12 @@ def whole(folder: Path) -> list[Record]:
 
     A ``ValueError`` names the first that is none.
     """
-    return _found(folder) + _found(folder / "search")
+    return _found(folder) + searched(folder)
+
+
+def searched(folder: Path) -> list[Record]:
+    """The records of a search that a folder keeps apart from those of its final runs."""
+    return _found(folder / "search")
 
 
 def _is_packed(source: Path) -> bool:
