@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpscale
-from dpscale.engine import blueprints, evaluate, signature, trainable
+from dpscale.engine import trainable
 from dpscale.engine.combine import gradients, weigh
-from dpscale.engine.modules import structure
+from dpscale.engine.engine import engine_of
+from dpscale.engine.evaluate import evaluate
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.rules.activation import PReLU
 from dpscale.engine.rules.arithmetic import Arithmetic
@@ -320,19 +321,19 @@ def check_equal(model, batch, rule, *, mask=None, points=None, loss=loss_fn, rto
 
 def traced(model, loss, batch, rule):
     """The engine's sums and norms as one graph of tensor operations; a branch on values cannot be in it."""
-    dpscale.scaled_sum(model, loss, batch, rule)  # inspects outside of the trace
+    dpscale.scaled_sum(model, loss, batch, rule)  # looks outside of the trace
     parameters = trainable(model)
 
     def run(data):
         return loss(model, data)
 
-    blueprint = next(blueprints(model, ("traced", signature(structure(model), batch)), parameters, run, batch))
+    sites = engine_of(model).sites
     mask = torch.ones(len(batch[0]), dtype=torch.bool)
 
     def step(*data):
-        captures, grads, _ = evaluate(parameters, run, data, blueprint, mask, None)
+        tapes, grads, losses = evaluate(parameters, run, data, sites, mask, None)
         with torch.no_grad():
-            out, _ = weigh(gradients(captures, grads), rule, mask, parameters)
+            out, _ = weigh(gradients(tapes, grads), rule, mask, parameters, losses)
         return *out.grads.values(), out.norms
 
     return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*batch)

@@ -5,69 +5,51 @@ several points, has the *sum* of those gradients, so its uses are added before t
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dpscale.engine.capture import Capture, Met, out_of_place
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout
+from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules import Call, Form
 from dpscale.engine.rules.addition import total
 from dpscale.engine.rules.derivation import expanded, resolve
 from dpscale.engine.rules.forms import Change, Dense, Drop, Packed, Widen
 from dpscale.engine.rules.generic import by_name, generic_forms, replay
+from dpscale.engine.tape.calls import out_of_place
+from dpscale.engine.tape.tape import Tape, TapedOp
 from dpscale.scaling import Scaling
 
 Forms = dict[str, Form]
 """The per-sample gradients of each parameter."""
 
 
-@dataclass(frozen=True)
-class Weighted:
-    """The weighted sum of one batch's per-sample gradients, and what it was made of.
-
-    Attributes:
-        grads: Σ_i weight_i · gradient_i, by parameter name, in float32 or wider.
-        norms, weights: per sample, (B,); both 0 where masked.
-        ignored: how many samples had a gradient that is not finite; they contribute exactly nothing.
-    """
-
-    grads: dict[str, Tensor]
-    norms: Tensor
-    weights: Tensor
-    ignored: Tensor
-
-
-def gradients(captures: Sequence[Capture], grads: Sequence[Sequence[Tensor | None]]) -> Forms:
-    """The per-sample gradients of each parameter, over all operations and all captures (points).
+def gradients(tapes: Sequence[Tape], grads: Sequence[Sequence[Tensor | None]]) -> Forms:
+    """The per-sample gradients of each parameter, over all operations and all tapes (points).
 
     Args:
-        captures: forwards that ran.
-        grads: for each, the gradient at each of its `edges`.
+        tapes: of forwards that ran.
+        grads: for each, the gradient at each of its edges.
     """
     uses: dict[str, list[Form]] = {}
-    for capture, arrived in zip(captures, grads, strict=True):
+    for tape, arrived in zip(tapes, grads, strict=True):
         through: dict[str, list[Form]] = {}
-        names = {id(leaf): name for name, leaf in capture.leaves.items()}
+        names = {id(leaf): name for name, leaf in tape.leaves.items()}
         gradient = iter(arrived)
-        for met in capture.met:
-            outputs = {k: g for k, g in zip(met.edges, gradient, strict=False) if g is not None}
+        for op in tape.ops:
+            outputs = {k: g for k, g in zip(op.edges, gradient, strict=False) if g is not None}
             if outputs:
-                for key, form in _forms(met, outputs, capture.samples, names):
-                    (through if key in capture.derived else uses).setdefault(key, []).append(form)
-        for name, form in _carried_back(capture, through, names):
+                for key, form in _forms(op, outputs, tape.samples, names):
+                    (through if key in tape.derived else uses).setdefault(key, []).append(form)
+        for name, form in _carried_back(tape, through, names):
             uses.setdefault(name, []).append(form)
     return {name: total(forms).settle() for name, forms in uses.items()}
 
 
-def edges(capture: Capture) -> list[torch.autograd.graph.GradientEdge]:
-    """Where a backward must deliver gradients for `gradients`."""
-    return [e for met in capture.met for e in met.edges.values()]
-
-
-def combine(forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor]) -> Weighted:
+def combine(
+    forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor], losses_B: Tensor
+) -> ScaledSum:
     """Norms, then weights, then the sum.
 
     Guarantee: each sample adds at most ``rule.bound`` to the sum, in norm; one whose gradient is not finite, or that is
@@ -78,24 +60,26 @@ def combine(forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Te
         rule: from norm to weight.
         mask_B: the samples that count.
         shapes: the parameters, for those that got no gradient (their sum is zero).
+        losses_B: for the result.
     """
-    out, finite = weigh(forms, rule, mask_B, shapes)
+    out, finite = weigh(forms, rule, mask_B, shapes, losses_B)
     if bool(finite):
         return out
     # A float32 square overflows from 1.8e19 on. Look again in float64, where no float32 gradient does.
     norms = _norms(_map(forms, Widen()).values(), mask_B)
-    return weigh(_map(forms, Drop(torch.isfinite(norms))), rule, mask_B, shapes, norms)[0]
+    return weigh(_map(forms, Drop(torch.isfinite(norms))), rule, mask_B, shapes, losses_B, norms)[0]
 
 
 def weigh(
-    forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor], norms: Tensor | None = None,
-    tell: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> tuple[Weighted, Tensor]:  # fmt: skip
+    forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor], losses_B: Tensor,
+    norms: Tensor | None = None, publish: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> tuple[ScaledSum, Tensor]:  # fmt: skip
     """`combine` without its second look, and so without a branch.
 
     Args:
         norms: if they are known.
-        tell: called with the weights and the second return value before anything is summed; from it come the weights.
+        publish: called with the weights and the second return value before anything is summed; from it come the
+            weights.
 
     Returns:
         the answer, and whether it is one: all norms were finite, the masked ones too (0 · inf is NaN in a sum), or were
@@ -109,15 +93,16 @@ def weigh(
     weights = rule.weight(norms)
     # A weight that float32 cannot hold to full precision (a norm near its end) would not bound what it multiplies.
     finite = torch.isfinite(norms) & (weights >= torch.finfo(torch.float32).tiny)
-    weights, stands = weights.where(finite & mask_B, 0.0), finite.all()
-    if tell is not None:
-        weights = tell(weights, stands)
+    weights, all_finite = weights.where(finite & mask_B, 0.0), finite.all()
+    if publish is not None:
+        weights = publish(weights, all_finite)
     sums = {name: form.weighted(weights) for name, form in large.items()} | (packed.weighted(weights) if packed else {})
     grads = {
         name: sums[name] if name in sums else torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in shapes.items()
     }
-    return Weighted(grads, norms.where(mask_B, 0.0), weights, (~finite & mask_B).sum()), stands
+    ignored = (~finite & mask_B).sum()
+    return ScaledSum(grads, norms.where(mask_B, 0.0), weights, losses_B, ignored, rule.bound), all_finite
 
 
 def _norms(forms: Iterable[Form], mask_B: Tensor) -> Tensor:
@@ -131,27 +116,27 @@ def _map(forms: Forms, change: Change) -> Forms:
     return {name: form.map(change) for name, form in forms.items()}
 
 
-def _forms(met: Met, grads: dict[int, Tensor], samples: int, names: Mapping[int, str]) -> Iterator[tuple[str, Form]]:
+def _forms(op: TapedOp, grads: dict[int, Tensor], samples: int, names: Mapping[int, str]) -> Iterator[tuple[str, Form]]:
     """One operation's per-sample gradients, by the key of the tensor that they are for."""
-    for t, version in met.versions:
+    for t, version in op.versions:
         if t._version != version:
             raise UnsupportedModel(
-                f"A tensor that {getattr(met.site.function, '__name__', '?')} needs for the gradient of "
-                f"{next(iter(met.keys.values()))!r} was changed in place afterwards. Use the operation that is not "
+                f"A tensor that {getattr(op.function, '__name__', '?')} needs for the gradient of "
+                f"{next(iter(op.keys.values()))!r} was changed in place afterwards. Use the operation that is not "
                 "in place."
             )
-    site = met.site
-    if site.kind == "expanded":
-        (whole,), layout = met.args, site.layouts["out0"]
+    site = op.site
+    if site.role == "expanded":
+        (whole,), layout = op.args, site.layouts["out0"]
         repeated = expanded(whole, grads[0], layout, samples)
         found = repeated and resolve(repeated[0], whole, names, repeated[1])
-        yield found or (met.keys[0], Dense(_one_by_one(grads[0], layout, samples)))
+        yield found or (op.keys[0], Dense(_one_by_one(grads[0], layout, samples)))
         return
-    flat, spec = by_name(met.args, met.kwargs)
+    flat, spec = by_name(op.args, op.kwargs)
     if site.rule is None:
-        leaves = {str(k): flat[str(k)] for k in met.keys}
+        leaves = {str(k): flat[str(k)] for k in op.keys}
         call = Call(
-            replay(out_of_place(site.function), spec),
+            replay(out_of_place(op.function), spec),
             flat,
             samples,
             site.layouts["out0"],
@@ -159,12 +144,12 @@ def _forms(met: Met, grads: dict[int, Tensor], samples: int, names: Mapping[int,
             frozenset(leaves),
         )
         for slot, form in generic_forms(call, leaves, grads):
-            yield met.keys[int(slot)], form
+            yield op.keys[int(slot)], form
         return
-    arguments = site.rule.bind(met.args, met.kwargs)
-    key_of = {id(flat[str(k)]): key for k, key in met.keys.items()}
+    arguments = site.rule.bind(op.args, op.kwargs)
+    key_of = {id(flat[str(k)]): key for k, key in op.keys.items()}
     slots = {n: key_of[id(a)] for n, a in arguments.items() if id(a) in key_of}
-    call = Call(site.function, arguments, samples, site.layouts["out0"], site.layouts, frozenset(slots))
+    call = Call(op.function, arguments, samples, site.layouts["out0"], site.layouts, frozenset(slots))
     for slot, form in site.rule.forms(call, grads[0]):
         yield slots[slot], form
 
@@ -176,33 +161,33 @@ def _one_by_one(g: Tensor, layout: Layout, samples: int) -> Tensor:
 
 
 def _carried_back(
-    capture: Capture, through: Mapping[str, Sequence[Form]], names: Mapping[int, str]
+    tape: Tape, through: Mapping[str, Sequence[Form]], names: Mapping[int, str]
 ) -> Iterator[tuple[str, Form]]:
     """Per-sample gradients of functions of parameters, carried back to the parameters themselves."""
     others: dict[str, Form] = {}
     for key, forms in through.items():
         form = total(forms)
-        found = resolve(form, capture.derived[key], names)
+        found = resolve(form, tape.derived[key].tensor, names)
         if found is None:
             others[key] = form
         else:
             yield found
-    yield from _chained(capture, others)
+    yield from _chained(tape, others)
 
 
-def _chained(capture: Capture, through: Mapping[str, Form]) -> Iterator[tuple[str, Form]]:
+def _chained(tape: Tape, through: Mapping[str, Form]) -> Iterator[tuple[str, Form]]:
     """The same by autograd, for functions that do not keep norms (weight norm): B gradients of each."""
     if not through:
         return
-    outputs = [capture.derived[k] for k in through]
+    outputs = [tape.derived[k].tensor for k in through]
     back = torch.autograd.grad(
         outputs,
-        list(capture.leaves.values()),
+        list(tape.leaves.values()),
         [form.per_sample().to(t.dtype) for form, t in zip(through.values(), outputs, strict=True)],
         is_grads_batched=True,
         allow_unused=True,
         retain_graph=True,
     )
-    for name, g in zip(capture.leaves, back, strict=True):
+    for name, g in zip(tape.leaves, back, strict=True):
         if g is not None:
             yield name, Dense(g)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpscale.engine.taint import COUNTERS, whole
 
 _NUMBERS = (int, float, complex)
 PLAIN = (*_NUMBERS, str, bytes, type(None))
@@ -27,6 +27,9 @@ _SMALL = 8
 _MOST = 64  # entries of a dictionary or set to look at
 _DEEP = 6  # containers within containers
 _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
+
+COUNTERS: Any = WeakTensorKeyDictionary()
+"""Buffers of one whole number or truth that a forward was seen to change by itself, of any model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,11 +121,16 @@ class Attributes:
         return self._kinds
 
 
+def is_integer_scalar(b: Tensor) -> bool:
+    """Whether a buffer is one whole number or truth: a flag, or a counter."""
+    return b.numel() == 1 and not (b.is_floating_point() or b.is_complex() or b.is_meta)
+
+
 class Flags:
     """Whole numbers and truths that are buffers, each of one element: flags, and counters of steps."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [b for b in model.buffers() if whole(b)]
+        self._buffers = [b for b in model.buffers() if is_integer_scalar(b)]
         self._marks: list[Any] = [None] * len(self._buffers)
         self._kinds: list[Any] = [None] * len(self._buffers)
 

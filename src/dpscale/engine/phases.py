@@ -13,13 +13,17 @@ from typing import Literal
 
 log = logging.getLogger("dpscale")
 
-Phase = Literal["inspecting", "tracing", "compiling", "recording"]
+Phase = Literal["checking", "tracing", "compiling", "recording"]
 
 Listener = Callable[[Phase | None], None]
 """Called with each phase as it begins, and with None once all are done."""
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)
+_told: ContextVar[list[float] | None] = ContextVar("told", default=None)  # when it began, and when something was said
+
+SILENCE = 2.0
+"""Seconds after which somebody who waits is told what for."""
 
 
 @contextmanager
@@ -55,11 +59,12 @@ def cold_start() -> Iterator[dict[str, float]]:
         yield outer
         return
     seconds: dict[str, float] = {}
-    token = _seconds.set(seconds)
+    token, told = _seconds.set(seconds), _told.set([time.perf_counter()])
     try:
         yield seconds
     finally:
         _seconds.reset(token)
+        _told.reset(told)
         if seconds:
             _tell(None)
     if seconds:
@@ -71,3 +76,11 @@ def _tell(name: Phase | None) -> None:
     listener = _listener.get()
     if listener is not None:
         listener(name)
+
+
+def still_at(what: str) -> None:
+    """Say so if whoever waits has heard nothing for a while. A warning: it is seen without any setting."""
+    now, told = time.perf_counter(), _told.get()
+    if told is not None and now - told[-1] > SILENCE:
+        log.warning("dpscale: still %s (%.0f s so far)", what, now - told[0])
+        told.append(now)

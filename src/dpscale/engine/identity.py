@@ -10,7 +10,8 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import CodeType, FunctionType, MethodType, ModuleType
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -147,14 +148,38 @@ def _switches(value: Any) -> Iterator[Any]:
 
 def _held(function: Any) -> Iterator[Any]:
     """What a function holds and reads itself, without a further look."""
+    return (get() for _, get, _ in variables_of(function))
+
+
+Variable = tuple[str, Callable[[], Any], Callable[[Any], None]]
+"""A name, what reads it and what writes it."""
+
+
+def variables_of(function: Any) -> list[Variable]:
+    """What a function holds in its closure and defaults, reads from its module, or is bound to."""
     if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values(), *_held(function.func))
-    elif isinstance(function, FunctionType):
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # a variable that has no value yet
-                yield cell.cell_contents
-        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        yield from map(function.__globals__.get, _names(function.__code__)[0])
+        given = {**{str(k): v for k, v in enumerate(function.args)}, **function.keywords}
+        return [*(_constant(n, v) for n, v in given.items()), *variables_of(function.func)]
+    if isinstance(function, MethodType):
+        return [_constant("self", function.__self__), *variables_of(function.__func__)]
+    if not isinstance(function, FunctionType):
+        return [] if function is None or isinstance(function, BuiltinFunctionType) else [_constant("self", function)]
+    found = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable that has no value yet
+            _ = cell.cell_contents
+            found.append((name, partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents")))
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    found += [_constant(f"default {k}", value) for k, value in enumerate(defaults)]
+    globals_ = function.__globals__
+    for name in _names(function.__code__)[0]:
+        if name in globals_:
+            found.append((name, partial(globals_.__getitem__, name), partial(globals_.__setitem__, name)))
+    return found
+
+
+def _constant(name: str, value: Any) -> Variable:
+    return name, lambda: value, lambda _: None
 
 
 @functools.lru_cache(256)

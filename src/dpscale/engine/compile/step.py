@@ -11,8 +11,9 @@ the eager path: the graph says whether it was needed, and the caller then asks t
 import copy
 import logging
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -21,27 +22,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dpscale.engine import (
-    LossFn,
-    Points,
-    ScaledSum,
-    UnsupportedModel,
-    batch_size,
-    blueprints,
-    check_losses,
-    evaluate,
-    exactly,
-    scaled_sum,
-    signature,
-)
-from dpscale.engine.capture import Blueprint, BlueprintMismatch
-from dpscale.engine.channels import channels_last
+from dpscale.engine.arguments import LossFn, Points, kind_of, shapes_of
 from dpscale.engine.combine import gradients, weigh
-from dpscale.engine.functions import identity
-from dpscale.engine.inductor import inductor
+from dpscale.engine.compile.finite_flag import FiniteFlag, publish
+from dpscale.engine.errors import UnsupportedModel
+from dpscale.engine.evaluate import evaluate, exactly
+from dpscale.engine.identity import identity
 from dpscale.engine.modules import Structure, structure, untouched
 from dpscale.engine.phases import cold_start, phase
-from dpscale.engine.verdict import Verdict, tell
+from dpscale.engine.result import ScaledSum
+from dpscale.engine.tape.channels import channels_last
+from dpscale.engine.tape.tape import Sites, UnknownOperation
 from dpscale.scaling import RULES, Scaling
 
 log = logging.getLogger("dpscale")
@@ -53,18 +44,11 @@ MOST = 8
 """Steps that are compiled for one run; each takes up to a minute, and on CUDA the memory of a step."""
 
 Evaluate = Callable[[Points, Any, Tensor], Any]
-"""(points, batch, mask) -> (captures, gradients at their edges, losses)."""
+"""(points, batch, mask) -> (tapes, gradients at their edges, losses)."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a replay gives. On CUDA these are the graph's own buffers: the next replay overwrites them."""
-
-    grads: dict[str, Tensor]
-    norms: Tensor
-    weights: Tensor
-    losses: Tensor
-
+Run = Callable[[Any], Tensor]
+"""From a batch to its losses."""
 
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """From a traced graph and example inputs to something that runs it."""
@@ -115,7 +99,7 @@ class Compiled:
     ) -> None:
         self._points = list(points)
         self._held = list(constants)
-        self._names = list(parameters)
+        self.names = list(parameters)
         self._coefficients = torch.ones(len(points), dtype=torch.float64, device=mask.device)
         self._last = [1.0] * len(points)
         lifted = constants_of(rule)
@@ -124,18 +108,18 @@ class Compiled:
         self._tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-            count = len(self._names)
-            values = [dict(zip(self._names, inputs[k * count :], strict=False)) for k in range(len(self._points))]
+            count = len(self.names)
+            values = [dict(zip(self.names, inputs[k * count :], strict=False)) for k in range(len(self._points))]
             coefficients, constants, *data, mask = inputs[len(self._points) * count :]
             formula = _with(rule, dict(zip(lifted, constants.unbind(), strict=True)))
             put = dict(zip(self._tensors, data, strict=True))
             whole = tree_unflatten([put.get(k, leaf) for k, leaf in enumerate(leaves)], self._spec)
-            captures, grads, losses = evaluate(list(zip(coefficients.unbind(), values, strict=True)), whole, mask)
+            tapes, grads, losses = evaluate(list(zip(coefficients.unbind(), values, strict=True)), whole, mask)
             with exactly(mask.device):
-                out, _ = weigh(gradients(captures, grads), formula, mask, parameters, tell=tell)
+                out, _ = weigh(gradients(tapes, grads), formula, mask, parameters, losses, publish=publish)
             return *out.grads.values(), out.norms, out.weights, losses
 
-        self._verdict = Verdict(mask.device)
+        self._flag = FiniteFlag(mask.device)
         data = [leaves[k] for k in self._tensors]
         self._strides = [t.stride() for t in data]
         self._storage = self._places()
@@ -156,15 +140,16 @@ class Compiled:
             with phase("recording"), torch.no_grad(), torch.cuda.device(mask.device):
                 self._capture_graph(data, mask)
 
-    def __call__(self, batch: Any, mask: Tensor, coefficients: Sequence[float]) -> Answer:
-        """One step on a batch of the example's shape."""
+    def __call__(self, batch: Any, mask: Tensor, coefficients: Sequence[float]) -> list[Tensor]:
+        """The gradients by name, the norms, the weights and the losses of a batch of the example's shape. On CUDA these are
+        the graph's own buffers: the next replay overwrites them."""
         leaves = tree_flatten(batch)[0]
         if self._last != list(coefficients):
             self._last = list(coefficients)
             self._coefficients.copy_(torch.tensor(self._last, dtype=torch.float64))
         data = [leaves[k] for k in self._tensors]
-        self._verdict.expect()
-        with torch.no_grad(), self._verdict.listening():
+        self._flag.expect()
+        with torch.no_grad(), self._flag.listening():
             if self._replay is None:
                 data = [t if t.stride() == s else _laid_out(t, s) for t, s in zip(data, self._strides, strict=True)]
                 outputs = self._run(*self._values(), *data, mask)
@@ -173,25 +158,24 @@ class Compiled:
                     for buffer, t in zip(self._static, [*data, mask], strict=True):
                         buffer.copy_(t, non_blocking=True)
                     outputs = self._replay()
-        grads = dict(zip(self._names, outputs, strict=False))
-        return Answer(grads, *outputs[len(grads) :])
+        return list(outputs)
 
-    def stands(self) -> bool:
+    def all_finite(self) -> bool:
         """Whether all norms of the last batch are finite, the masked ones too: if not, its answer is none. Waits."""
-        return self._verdict.read()
+        return self._flag.read()
 
     def moved(self, found: Structure) -> bool:
         """Whether a parameter or buffer is no longer where it was, or another one (`load_state_dict(assign=True)`)."""
-        same = all(self._points[-1][n] is found.trainable.get(n) for n in self._names)
+        same = all(self._points[-1][n] is found.trainable.get(n) for n in self.names)
         held = len(self._held) == len(found.constants) and all(map(operator.is_, self._held, found.constants))
         return not (same and held) or self._places() != self._storage
 
     def _places(self) -> list[int]:
-        weights = [w[n] for w in self._points for n in self._names]
+        weights = [w[n] for w in self._points for n in self.names]
         return [t.data_ptr() for t in (*weights, *self._held)]
 
     def _values(self) -> list[Tensor]:
-        weights = [w[n].detach() for w in self._points for n in self._names]
+        weights = [w[n].detach() for w in self._points for n in self.names]
         return [*weights, self._coefficients, self._constants]
 
     def _capture_graph(self, data: list[Tensor], mask: Tensor) -> None:
@@ -206,7 +190,7 @@ class Compiled:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph), self._verdict.listening():
+            with torch.cuda.graph(graph), self._flag.listening():
                 outputs = self._run(*inputs)
         except RuntimeError as error:  # an operation that cannot be recorded: compiled, but launched one by one
             log.info("dpscale: not replayed as a CUDA graph (%s)", str(error).splitlines()[0])
@@ -263,98 +247,98 @@ _ADVICE = {
 }
 
 
-class Fast:
-    """`scaled_sum` for a training loop: compiled where it can be, eager where it cannot, with one line saying why.
+class CompiledSum:
+    """`scaled_sum` for a training loop, compiled where it can be, with one line in the log where it cannot.
 
     Args:
         model: its parameters must keep their storage, as they do under any torch optimizer.
         backend: what compiles the traced graph.
     """
 
-    def __init__(self, model: nn.Module, backend: Backend = inductor) -> None:
-        self._model, self._backend = model, backend
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self._model, self._backend = weakref.ref(model), backend
         self._known: dict[_Key, Compiled | None] = {}
         self._read: dict[_Key, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}  # attributes before and after the tracing
         self._made, self._explained, self._switched = 0, False, 0
 
     def __call__(
-        self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, points: Points | None = None, *,
-        keep: bool = False,
-    ) -> ScaledSum:  # fmt: skip
-        """As `dpscale.scaled_sum`.
+        self, loss_fn: LossFn, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites,
+        *, keep: bool = False,
+    ) -> ScaledSum | None:  # fmt: skip
+        """As `dpscale.scaled_sum`; None where the eager path must be asked.
 
         Args:
+            run: from a batch to the losses.
             points: the same mappings at every call, with new values in them: one compiled step is for them alone.
                 Points that do not count yet have the coefficient 0.
+            sites: where the samples are.
             keep: copy the gradients. Without it they may be buffers that the next call overwrites.
         """
         with cold_start():
-            compiled = self._compiled(loss_fn, batch, rule, mask, points)
-        counting = points and [(c, w) for c, w in points if c != 0]
+            compiled = self._compiled(loss_fn, run, batch, rule, mask, points, sites)
         if compiled is None:
-            return scaled_sum(self._model, loss_fn, batch, rule, mask, counting)
-        answer = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]])
-        grads = {n: g.clone() for n, g in answer.grads.items()} if keep else answer.grads
-        rest = {n: getattr(answer, n).clone() for n in ("norms", "weights", "losses")}
-        if not compiled.stands():  # a rare sample needs the second look
-            return scaled_sum(self._model, loss_fn, batch, rule, mask, counting)
+            return None
+        outputs = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]])
+        grads = dict(zip(compiled.names, outputs, strict=False))
+        norms, weights, losses = (t.clone() for t in outputs[len(grads) :])
+        if keep:
+            grads = {n: g.clone() for n, g in grads.items()}
+        if not compiled.all_finite():  # a rare sample needs the second look
+            return None
         # All are finite, so none was ignored: said on the CPU, where it can be read without waiting.
-        return ScaledSum(grads=grads, ignored=torch.zeros((), dtype=torch.int64), **rest)
+        return ScaledSum(grads, norms, weights, losses, torch.zeros((), dtype=torch.int64), rule.bound)
 
     def _compiled(
-        self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor, points: Points | None
+        self, loss_fn: LossFn, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites
     ) -> Compiled | None:
-        leaves = tree_leaves(batch)
-        shapes = tuple(t.shape if isinstance(t, Tensor) else (type(t), repr(t)) for t in leaves)
-        places = tuple(id(weights) for _, weights in points or ())  # a compiled step keeps them alive
-        found = structure(self._model)
-        key = _Key(identity(loss_fn, numbers=True), signature(found, batch), shapes, rule, places)
-        parameters = found.trainable
+        model = self._model()
+        assert model is not None
+        found = structure(model)
+        key = self._key(loss_fn, found, batch, rule, points)
         known = self._known.get(key)
-        values = found.attributes.values  # as the signature has just seen them
+        values = found.attributes.values  # as the key has just seen them
         if known is not None and known.moved(found):
             del self._known[key]
         elif known is not None and self._other(key, values):
             self._switched += 1
             del self._known[key]
-        if key not in self._known:
+        if key in self._known:
+            return self._known[key]
+        if self._made >= MOST:
+            self._explain(key)
+            return None
+        self._made += 1
+        made = self._compile(model, run, batch, rule, mask, points, sites)
+        key = self._key(loss_fn, found, batch, rule, points)  # as the forwards meanwhile have left the model
+        self._known[key], self._read[key] = made, (values, found.attributes.values)
+        return made
 
-            def run(data: Any) -> Tensor:
-                return check_losses(loss_fn(self._model, data), batch_size(data)[0])
+    def _key(self, loss_fn: LossFn, found: Structure, batch: Any, rule: Scaling, points: Points | None) -> _Key:
+        leaves = tree_leaves(batch)
+        shapes = tuple(t.shape if isinstance(t, Tensor) else (type(t), repr(t)) for t in leaves)
+        places = tuple(id(weights) for _, weights in points or ())  # a compiled step keeps them alive
+        kind = (kind_of(found, batch), shapes_of(batch))
+        return _Key(identity(loss_fn, numbers=True), kind, shapes, rule, places)
 
-            if self._made >= MOST:
-                self._explain(key)
-                return None
-            known_by = identity(loss_fn, numbers=False), key.batch
-            for blueprint in blueprints(self._model, known_by, parameters, run, batch):
-                if blueprint.provisional:
-                    return None  # not yet: this batch could not show whether samples are kept apart
+    def _compile(
+        self, model: nn.Module, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites
+    ) -> Compiled | None:
+        found = structure(model)
+        parameters = found.trainable
 
-                def at(points: Points, data: Any, mask: Tensor, found: Blueprint = blueprint) -> Any:
-                    return evaluate(parameters, run, data, found, mask, points)
+        def at(points: Points, data: Any, mask: Tensor) -> Any:
+            return evaluate(parameters, run, data, sites, mask, points)
 
-                weights = [w for _, w in points] if points else [parameters]
-                self._made += 1
-                try:
-                    with untouched(self._model):
-                        self._known[key] = Compiled(
-                            parameters, weights, found.constants, at, rule, batch, mask, self._backend
-                        )
-                except BlueprintMismatch:
-                    continue
-                except UnsupportedModel:
-                    raise
-                except Exception as error:
-                    reason = str(error).strip().splitlines()
-                    log.warning(
-                        "dpscale: runs eagerly, not compiled: %s", reason[0] if reason else type(error).__name__
-                    )
-                    self._known[key] = None
-                break
-            made = self._known.pop(key)
-            key = key._replace(batch=signature(found, batch))  # as the forwards meanwhile have left the model
-            self._known[key], self._read[key] = made, (values, found.attributes.values)
-        return self._known[key]
+        weights = [w for _, w in points] if points else [parameters]
+        try:
+            with untouched(model):
+                return Compiled(parameters, weights, found.constants, at, rule, batch, mask, self._backend)
+        except (UnknownOperation, UnsupportedModel):
+            raise
+        except Exception as error:
+            reason = str(error).strip().splitlines()
+            log.warning("dpscale: runs eagerly, not compiled: %s", reason[0] if reason else type(error).__name__)
+            return None
 
     def _other(self, key: _Key, values: tuple[Any, ...]) -> bool:
         """Whether an attribute of a module is not what the compiled step has in it. One that the forward itself changes

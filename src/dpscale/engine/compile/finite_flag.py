@@ -21,13 +21,13 @@ _PATIENCE = 1000
 _listener: ContextVar[Tensor | None] = ContextVar("_listener", default=None)
 
 
-def tell(weights: Tensor, stands: Tensor) -> Tensor:
-    """The weights, once ``stands`` (a bool on the device) is on its way to whoever listens."""
-    told: Tensor = torch.ops.dpscale.tell(weights, stands)
-    return told
+def publish(weights: Tensor, all_finite: Tensor) -> Tensor:
+    """The weights, once ``all_finite`` (a bool on the device) is on its way to whoever listens."""
+    published: Tensor = torch.ops.dpscale.publish(weights, all_finite)
+    return published
 
 
-class Verdict:
+class FiniteFlag:
     """The host's end: `expect` before a run, `read` after its start.
 
     Args:
@@ -41,7 +41,7 @@ class Verdict:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """What is run, or recorded as a graph, in here tells this verdict."""
+        """What is run, or recorded as a graph, in here tells this flag."""
         token = _listener.set(self._host)
         try:
             yield
@@ -77,14 +77,14 @@ class Verdict:
             torch.cuda.synchronize(self._device)
 
 
-@torch.library.custom_op("dpscale::tell", mutates_args=())
-def _tell(weights: Tensor, stands: Tensor) -> Tensor:
+@torch.library.custom_op("dpscale::publish", mutates_args=())
+def _publish(weights: Tensor, all_finite: Tensor) -> Tensor:
     host = _listener.get()
     if host is not None:
-        host.copy_(stands.view(torch.uint8).view(1), non_blocking=stands.is_cuda)
+        host.copy_(all_finite.view(torch.uint8).view(1), non_blocking=all_finite.is_cuda)
     return weights.clone()
 
 
-@_tell.register_fake
-def _(weights: Tensor, stands: Tensor) -> Tensor:
+@_publish.register_fake
+def _(weights: Tensor, all_finite: Tensor) -> Tensor:
     return torch.empty_like(weights)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from dpscale.engine import ScaledSum, backward, blueprints, check_losses, exactly, signature, trainable
-from dpscale.engine.capture import Capture
+from dpscale.engine.tape.tape import Capture
 from dpscale.engine.combine import combine, edges, gradients
 from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.modules import structure

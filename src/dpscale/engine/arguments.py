@@ -1,0 +1,120 @@
+"""What the engine is given: checked once, at its boundary."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_structure
+
+from dpscale.checks import is_number, require
+from dpscale.engine.errors import UnsupportedModel
+from dpscale.engine.modules import Structure, structure
+
+LossFn = Callable[[Any, Any], Tensor]
+"""``loss_fn(model, batch) -> losses``, one per sample, shape (B,)."""
+
+Points = Sequence[tuple[float | Tensor, Mapping[str, Tensor]]]
+"""``[(coefficient, {parameter name: tensor}), ...]``: released weights over which gradients are combined."""
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters to train, by name; a tied parameter appears once."""
+    parameters = structure(model).trainable
+    if not parameters:
+        raise ValueError("The model has no trainable parameter. Set requires_grad_(True) on what should be trained.")
+    return dict(parameters)
+
+
+def require_finite(model: nn.Module) -> None:
+    """Refuse a model with NaN or infinite parameters: no gradient of it means anything."""
+    for name, p in model.named_parameters():
+        if not bool(torch.isfinite(p).all()):
+            raise ValueError(
+                f"Parameter {name!r} holds NaN or infinity, so every sample's gradient does. Nothing was released. "
+                "Load or initialize the model again; if it diverged, lower the learning rate."
+            )
+
+
+def require_real(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse complex parameters."""
+    for name, p in parameters.items():
+        if p.is_complex():
+            raise UnsupportedModel(
+                f"Parameter {name!r} is complex, and the norms of complex gradients are not known here. Keep its real "
+                "and imaginary part as a parameter of real numbers, and use torch.view_as_complex in the forward."
+            )
+
+
+def batch_size(batch: Any) -> tuple[int, torch.device]:
+    """The common first dimension of a batch's tensors, and their device."""
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    require(bool(tensors), "scaled_sum", "batch", "a pytree that holds at least one tensor", type(batch).__name__)
+    sizes = [t.shape[0] if t.ndim else None for t in tensors]
+    require(
+        len(set(sizes)) == 1 and sizes[0] is not None,
+        "scaled_sum",
+        "batch",
+        "tensors that agree in their first dimension, the batch",
+        [tuple(t.shape) for t in tensors],
+        "Put what is not per sample into loss_fn's closure.",
+    )
+    return tensors[0].shape[0], tensors[0].device
+
+
+def check_losses(losses: Any, samples: int) -> Tensor:
+    """Losses must be one number per sample."""
+    if not isinstance(losses, Tensor) or losses.shape != (samples,):
+        got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"The losses must be per sample, of shape ({samples},). Got {got} instead. Compute the loss with "
+            "reduction='none'; average over positions within a sample, never over the batch."
+        )
+    return losses
+
+
+def check_mask(owner: str, mask: Tensor | None, samples: int, device: torch.device) -> Tensor:
+    """A bool per sample; all True when none is given."""
+    if mask is None:
+        return torch.ones(samples, dtype=torch.bool, device=device)
+    ok = isinstance(mask, Tensor) and mask.shape == (samples,) and mask.dtype == torch.bool
+    got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else mask
+    require(
+        ok,
+        owner,
+        "mask",
+        f"a bool tensor of shape ({samples},), one entry per sample",
+        got,
+        "True keeps a sample.",
+    )
+    return mask.to(device)
+
+
+def check_points(points: Points | None, parameters: Mapping[str, Tensor]) -> Points | None:
+    """Every point must give every trainable parameter a tensor of its shape."""
+    require(points is None or len(points) > 0, "scaled_sum", "points", "None, or at least one point", points)
+    for coefficient, values in points or ():
+        ok = is_number(coefficient) and math.isfinite(float(coefficient))
+        require(ok, "scaled_sum", "points", "with finite coefficients", coefficient)
+        wrong = [n for n, p in parameters.items() if n not in values or values[n].shape != p.shape]
+        require(
+            not wrong, "scaled_sum", "points", "weights with the names and shapes of the trainable parameters",
+            f"a point without a fitting {wrong[:3]}", "Take them from dict(model.named_parameters()).",
+        )  # fmt: skip
+    return points
+
+
+def shapes_of(batch: Any) -> Any:
+    """The shape of one sample. The number of samples is no part of it."""
+    return tuple(t.shape[1:] for t in tree_leaves(batch) if isinstance(t, Tensor))
+
+
+def kind_of(found: Structure, batch: Any) -> Any:
+    """When this changes, what was found out about a model of that structure may no longer hold."""
+    return (
+        *found.switches(),
+        str(tree_structure(batch)),
+        tuple(t.dtype for t in tree_leaves(batch) if isinstance(t, Tensor)),
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+    )

@@ -1,0 +1,1 @@
+"""The step traced whole, compiled, and replayed."""

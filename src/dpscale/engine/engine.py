@@ -1,0 +1,242 @@
+"""Per-sample gradient norms and their weighted sum, in one forward and one backward.
+
+An engine belongs to one model. It owns everything that is remembered about it: where the samples are in its operations,
+when it was looked at, what was compiled.
+"""
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpscale.engine.arguments import (
+    LossFn,
+    Points,
+    batch_size,
+    check_losses,
+    check_mask,
+    check_points,
+    kind_of,
+    require_finite,
+    require_real,
+    shapes_of,
+    trainable,
+)
+from dpscale.engine.by_sample import sum_by_sample
+from dpscale.engine.combine import combine, gradients
+from dpscale.engine.compile.inductor import inductor
+from dpscale.engine.compile.step import Backend, CompiledSum
+from dpscale.engine.errors import UnsupportedModel
+from dpscale.engine.evaluate import evaluate, exactly
+from dpscale.engine.identity import identity
+from dpscale.engine.modules import structure
+from dpscale.engine.phases import phase
+from dpscale.engine.result import ScaledSum
+from dpscale.engine.rules.forms import Dense
+from dpscale.engine.tape.tape import Sites, UnknownOperation
+from dpscale.engine.verify.look import ROWS, Finding, Look, Subject
+from dpscale.engine.verify.rows import Features, choose, features
+from dpscale.engine.verify.schedule import Schedule
+from dpscale.scaling import Scaling
+
+log = logging.getLogger("dpscale")
+
+Remember = Callable[[dict[str, Tensor], slice], Mapping[str, Tensor]]
+"""Per-sample vectors in place of the gradients (rows, *shape) of those rows of the batch."""
+
+
+class Engine:
+    """Weighted sums of one model's per-sample gradients.
+
+    Args:
+        model: any module that treats samples apart. It is not kept alive.
+        compile: trace and compile the step at its first batch; or what compiles the traced graph.
+    """
+
+    def __init__(self, model: nn.Module, *, compile: bool | Backend = False) -> None:
+        self._model = weakref.ref(model)
+        self._sites = Sites()
+        self._schedule = Schedule()
+        self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
+        backend = inductor if compile is True else compile
+        self._compiled = CompiledSum(model, backend) if backend else None
+
+    @property
+    def model(self) -> nn.Module:
+        """Whose gradients are summed."""
+        model = self._model()
+        assert model is not None, "an engine is used after its model is gone"
+        return model
+
+    @property
+    def sites(self) -> Sites:
+        """Where the samples are in each operation that parameters meet."""
+        return self._sites
+
+    def scaled_sum(
+        self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor | None = None, points: Points | None = None, *,
+        keep: bool = False, change: Remember | None = None, singles: Mapping[int, Any] | None = None,
+        rows: Features | None = None,
+    ) -> ScaledSum:  # fmt: skip
+        """As `dpscale.scaled_sum`.
+
+        Args:
+            keep: copy the gradients. Without it they may be buffers that the next call overwrites.
+            change: what to scale in place of the per-sample gradients, of which B are then held.
+            singles: rows that were collated alone, by their place.
+            rows: features of the rows, if they are known.
+        """
+        model = self.model
+        parameters = trainable(model)
+        samples, device = batch_size(batch)
+        mask = check_mask("scaled_sum", mask, samples, device)
+        points = check_points(points, parameters)
+        if samples == 0:
+            dtype = torch.promote_types(next(iter(parameters.values())).dtype, torch.float32)
+            return combine({}, rule, mask, parameters, torch.zeros(0, dtype=dtype, device=device))
+
+        def run(data: Any) -> Tensor:
+            return check_losses(loss_fn(model, data), batch_size(data)[0])
+
+        subject = Subject(model, parameters, run, loss_fn)
+        kind = self.trust(subject, batch, mask, identity(loss_fn, numbers=False), rows, singles)
+        for again in (True, False):
+            if kind in self._obstacles:
+                break
+            try:
+                if self._compiled is not None and change is None:
+                    out = self._compiled(loss_fn, run, batch, rule, mask, points, self._sites, keep=keep)
+                    if out is not None:
+                        return out
+                counting = points and [(c, w) for c, w in points if c != 0]
+                return self._taped(parameters, run, batch, rule, mask, counting, change)
+            except UnknownOperation:
+                if again:
+                    self.look(subject, batch, mask, kind, rows)
+        return sum_by_sample(model, parameters, run, batch, rule, mask, points, change)
+
+    def trust(
+        self, subject: Subject, batch: Any, mask: Tensor, loss: Any, rows: Features | None = None,
+        singles: Mapping[int, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """Look at the model if a look is due; refuse it if it must not be trained.
+
+        Returns:
+            the kind of model and loss, by which what was found is remembered.
+        """
+        kind = (loss, *kind_of(structure(subject.model), batch))
+        rows = features(batch) if rows is None else rows
+        first = self._schedule.due(kind, shapes_of(batch), rows)
+        if first is not None:
+            self.look(subject, batch, mask, kind, rows, first, singles)
+        return kind
+
+    def look(
+        self, subject: Subject, batch: Any, mask: Tensor, kind: Any, rows: Features | None = None,
+        first: list[int] | None = None, singles: Mapping[int, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Look at some rows of a batch, and remember what was found."""
+        available = np.flatnonzero(mask.cpu().numpy())
+        if not len(available):
+            self._schedule.forget()
+            return
+        start = time.perf_counter()
+        if not self._schedule.looks:
+            require_finite(subject.model)
+        require_real(subject.parameters)
+        number = self._schedule.looks
+        rng = np.random.default_rng(number)
+        kept = choose(rows, available, [i for i in first or () if mask[i]], ROWS, rng)
+        seed = 1_000_003 * number
+        try:
+            with phase("checking"):
+                finding = Look(subject, batch, rows, kept, singles=singles, seed=seed)()
+        except UnsupportedModel:
+            self._schedule.forget()
+            raise
+        for op, site in finding.sites:
+            self._sites.add(op, site)
+        self._note_obstacle(kind, finding)
+        self._schedule.looked(time.perf_counter() - start)
+
+    def _note_obstacle(self, kind: Any, finding: Finding) -> None:
+        known = self._obstacles.get(kind)
+        if finding.obstacle is None:
+            if known is not None and not known.lasting:
+                del self._obstacles[kind]
+        elif known is None or not known.lasting:
+            self._obstacles[kind] = finding
+            if known is None:
+                log.warning(
+                    "dpscale: runs sample by sample, which is exact and slow: %s. To make it fast, keep each sample in "
+                    "rows of its own and run the same operations for every batch.", finding.obstacle,
+                )  # fmt: skip
+
+    def _taped(
+        self, parameters: Mapping[str, Tensor], run: Callable[[Any], Tensor], batch: Any, rule: Scaling, mask: Tensor,
+        points: Points | None, change: Remember | None,
+    ) -> ScaledSum:  # fmt: skip
+        tapes, grads, losses = evaluate(parameters, run, batch, self._sites, mask, points)
+        with exactly(mask.device):
+            forms = gradients(tapes, grads)
+            if change is not None:
+                whole = {
+                    n: forms[n].per_sample() if n in forms else p.new_zeros(len(mask), *p.shape)
+                    for n, p in parameters.items()
+                }
+                forms = {n: Dense(g) for n, g in change(whole, slice(0, len(mask))).items()}
+            return combine(forms, rule, mask, parameters, losses)
+
+
+_engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine that calls of `scaled_sum` on one model share."""
+    if model not in _engines:
+        _engines[model] = Engine(model)
+    return _engines[model]
+
+
+def scaled_sum(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    rule: Scaling,
+    mask: Tensor | None = None,
+    points: Points | None = None,
+) -> ScaledSum:
+    """Σ_i w(‖g_i‖)·g_i over the samples of a batch, by one forward and one backward.
+
+    Guarantee: for a model and loss that treat samples apart (checked on the first call and every so often after), every sample adds at most
+    ``rule.bound`` to the sum, in norm over all trainable parameters.
+
+    | sample                  | adds                                        |
+    |-------------------------|---------------------------------------------|
+    | masked                  | exactly nothing                             |
+    | gradient inf or NaN     | exactly nothing, and is counted in ignored  |
+    | no sample at all (B=0)  | the sum is zero                             |
+
+    Args:
+        model: any module; parameters with ``requires_grad`` are trained, others are constants.
+        loss_fn: ``loss_fn(model, batch)`` -> per-sample losses, shape (B,); no mean, no sum.
+        batch: any pytree of tensors with the batch as their first dimension.
+        rule: from norm to weight.
+        mask: (B,) bool; False leaves the sample out.
+        points: ``[(coefficient, {name: tensor}), ...]``; the gradient of a sample is then
+            Σ coefficient · ∇loss at those weights, and the norm is that of the combination. None: the model as it is.
+
+    Example:
+        >>> import torch; from torch import nn; import torch.nn.functional as F; from dpscale import Clip, scaled_sum
+        >>> model, x, y = nn.Linear(3, 2), torch.randn(8, 3), torch.zeros(8, dtype=torch.long)
+        >>> out = scaled_sum(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), (x, y), Clip(C=0.1))
+        >>> out.grads["weight"].shape, bool((out.norms * out.weights).max() <= 0.1 + 1e-6)
+        (torch.Size([2, 3]), True)
+    """
+    return engine_of(model).scaled_sum(loss_fn, batch, rule, mask, points)

@@ -1,0 +1,1 @@
+"""What a forward did: the operations that its parameters met."""

@@ -1,0 +1,387 @@
+"""Meets every operation that consumes a trainable parameter, whatever module (or none) called it.
+
+`ParameterOps` is a torch-function mode: it sees each call of a torch operation before it runs. A composite written in
+Python (`layer_norm`, `multi_head_attention_forward`) is entered, so that what is met are the few operations underneath.
+
+`Tape` runs the forward with every parameter detached, so that the backward computes no parameter gradients, and notes
+for each met operation its inputs and the edge of the autograd graph at its output. The gradient that later arrives at
+that edge is all a rule needs. Nothing is hung on parameters, and no hook depends on the order of anything.
+"""
+
+import re
+import types
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dpscale.engine.errors import SECOND, UnsupportedModel
+from dpscale.engine.layout import Layout
+from dpscale.engine.rules import Rule
+from dpscale.engine.tape import channels
+from dpscale.engine.tape.calls import as_now, in_place, out_of_place, result, tensors_in
+from dpscale.engine.tape.checkpoints import resume, suspend
+from dpscale.engine.tape.composites import COMPOSITES
+
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+Role = Literal["rows", "expanded", "shared", "plain"]
+
+
+class UnknownOperation(Exception):
+    """The forward met an operation that no look has seen; look again."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a look found out about one operation that consumes parameters.
+
+    Attributes:
+        role: ``rows``: its output carries the batch, and parameters meet data here;
+            ``expanded``: no data is in it, but it repeats a parameter once per sample;
+            ``shared``: a function of parameters alone, which later operations consume as if it were one;
+            ``plain``: nothing to differentiate (a shape, a comparison).
+        rule: how to form per-sample gradients; None for the generic rule.
+        layouts: where the samples are, of differentiable outputs ("out0", …) and of arguments (by the rule's names,
+            or "0", "1", …).
+    """
+
+    role: Role
+    rule: Rule | None = None
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+
+
+class OpName:
+    """One operation that consumes parameters: the function, the parameters, and the how-manieth such call it is.
+
+    Layers that are built alike (``blocks.3.fc`` and ``blocks.4.fc``) have the same ``family``: one that was dropped at
+    random when a model was looked at is known by the others.
+    """
+
+    def __init__(self, function: Callable[..., Any], names: tuple[str, ...], shape: Any, ordinal: int) -> None:
+        self.function, self.names, self.shape, self.ordinal = function, names, shape, ordinal
+
+    @property
+    def exact(self) -> tuple[Any, ...]:
+        """By the names of the parameters, and by how many dimensions the arguments have."""
+        return self.function, self.names, self.shape
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """The same by those names without their numbers."""
+        return self.function, tuple(_without_numbers(name) for name in self.names), self.shape
+
+
+@cache
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+class Sites:
+    """What is known of the operations of a model, each by its `OpName`."""
+
+    def __init__(self) -> None:
+        self._exact: dict[tuple[Any, ...], dict[int, Site]] = {}
+        self._family: dict[tuple[Any, ...], dict[int, Site | None]] = {}
+
+    def add(self, op: OpName, site: Site) -> None:
+        """A family whose members differ is not known by its other members."""
+        self._exact.setdefault(op.exact, {})[op.ordinal] = site
+        family = self._family.setdefault(op.family, {})
+        known = family.get(op.ordinal, site)
+        family[op.ordinal] = site if known == site else None
+
+    def find(self, op: OpName) -> Site:
+        """Of this operation, or of others that are built alike; a loop may go on for longer than it was seen to."""
+        exact = self._exact.get(op.exact)
+        if exact is not None and op.ordinal in exact:
+            return exact[op.ordinal]
+        calls: Mapping[int, Site | None] = exact or self._family.get(op.family, {})
+        site = calls.get(op.ordinal)
+        if site is None and calls and op.ordinal not in calls:
+            first = next(iter(calls.values()))
+            site = first if all(each == first for each in calls.values()) else None
+        if site is None:
+            raise UnknownOperation
+        return site
+
+
+@dataclass(frozen=True)
+class TapedOp:
+    """One operation as it ran: what a rule needs once the output gradients are known."""
+
+    function: Callable[..., Any]
+    site: Site
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keys: dict[int, str]
+    edges: dict[int, GradientEdge]
+    versions: list[tuple[Tensor, int]]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A function of parameters alone, and the call that made it.
+
+    Attributes:
+        tensor: with its graph back to the parameters.
+        function, args, kwargs: the call.
+        sources: position among the flattened arguments -> key of the parameter, or of another such tensor.
+        output: which of the call's flattened outputs it is.
+    """
+
+    tensor: Tensor
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sources: dict[int, str]
+    output: int
+
+
+class Watched:
+    """How many modes of ours watch the forwards that run now; a recorder then keeps out of the way."""
+
+    count = 0
+
+
+def asks(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a call only asks for a property of a tensor, such as ``x.shape``; ``x.T`` is an operation."""
+    return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
+
+
+class ParameterOps(TorchFunctionMode):
+    """Finds the calls that consume a tensor of ``keys`` (id -> name) and hands them to ``meet``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: dict[int, str] = {}
+
+    def __enter__(self) -> Self:
+        Watched.count += 1
+        suspend()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Watched.count -= 1
+        resume()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("create_graph") and func in _BACKWARDS:
+            raise UnsupportedModel(SECOND)
+        if not any(id(t) in self.keys for t in tensors_in(args, kwargs)) or asks(func, args):
+            return self.pass_by(func, args, kwargs)
+        inside = enter(func)
+        if inside is not None:
+            with self:
+                return inside(*args, **kwargs)
+        return self.meet(func, args, kwargs)
+
+    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation that consumes no parameter."""
+        return func(*args, **kwargs)
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation that does."""
+        raise NotImplementedError
+
+
+class Tape(ParameterOps):
+    """Runs a forward at ``values`` and tapes what the parameters met.
+
+    Args:
+        parameters: the trainable parameters, by name.
+        values: what to take in their place (a released point), or None for what they hold.
+        sites: what is known of the model's operations.
+        samples: B.
+        attached: let gradients pass on to the leaves that stand in for the parameters, so that plain autograd can be
+            asked too. Slower: for a look.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor] | None, sites: Sites, samples: int,
+        attached: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        # Leaves stand in for the parameters. Gradients reach them only through functions of parameters alone.
+        self.leaves = {n: (values or parameters)[n].detach().requires_grad_() for n in parameters}
+        self.keys = {id(p): n for n, p in parameters.items()}
+        self.stand_in: dict[int, Tensor] = {id(p): self.leaves[n] for n, p in parameters.items()}
+        self.derived: dict[str, Derived] = {}
+        self.ops: list[TapedOp] = []
+        self.samples = samples
+        self._sites, self._attached = sites, attached
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._calls: Counter[Any] = Counter()
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """Where a backward must deliver gradients."""
+        return [edge for op in self.ops for edge in op.edges.values()]
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run on stand-ins and tape, or build a function of parameters alone."""
+        flat, spec = tree_flatten((args, kwargs))
+        standing = [self.stand_in.get(id(t), t) if isinstance(t, Tensor) else t for t in flat]
+        if not torch.is_grad_enabled():
+            args, kwargs = tree_unflatten(standing, spec)
+            return func(*args, **kwargs)
+        keys = {k: self.keys[id(t)] for k, t in enumerate(flat) if isinstance(t, Tensor) and id(t) in self.keys}
+        return self.run(self._name(func, keys, flat), standing, spec, keys)
+
+    def _name(self, func: Callable[..., Any], keys: Mapping[int, str], flat: list[Any]) -> OpName:
+        names = tuple(keys.values())
+        shape = tuple([t.ndim if isinstance(t, Tensor) else None for t in flat])
+        self._calls[func, names, shape] += 1
+        return OpName(func, names, shape, self._calls[func, names, shape] - 1)
+
+    def run(self, op: OpName, standing: list[Any], spec: Any, keys: dict[int, str]) -> Any:
+        """As the site of the operation says."""
+        site, func = self.find(op, standing, keys), op.function
+        if site.role in ("plain", "shared"):
+            args, kwargs = tree_unflatten(standing, spec)
+            out = func(*args, **kwargs)
+            if site.role == "shared":
+                self.derive(op, args, kwargs, keys, result(func, args, out))
+            return out
+        if site.role == "expanded":
+            return self.expand(op, site, standing, spec, keys)
+        return self.combine(op, site, standing, spec, keys)
+
+    def find(self, op: OpName, standing: list[Any], keys: dict[int, str]) -> Site:
+        """What is known of the operation."""
+        return self._sites.find(op)
+
+    def expand(self, op: OpName, site: Site, standing: list[Any], spec: Any, keys: dict[int, str]) -> Any:
+        """Repeat a parameter once per sample; what comes of it is data."""
+        args, kwargs = tree_unflatten(standing, spec)
+        whole = out_of_place(op.function)(*args, **kwargs)
+        key = self.derive(op, args, kwargs, keys, whole, met=False)
+        out = whole.view_as(whole) if self._attached else self._sourced(lambda: whole.detach())
+        self.tape(op.function, site, (whole,), {}, {0: key}, out)
+        return args[0].copy_(out) if in_place(op.function) else out
+
+    def combine(self, op: OpName, site: Site, standing: list[Any], spec: Any, keys: dict[int, str]) -> Any:
+        """Run an operation of parameters and data, and tape it."""
+        if not self._attached:
+            standing = [t.detach() if k in keys else t for k, t in enumerate(standing)]
+        args, kwargs = tree_unflatten(standing, spec)
+        func = op.function
+        into = args[0] if in_place(func) else None
+        if into is not None:
+            # Run on a copy and write the result back: what is taped is then neither changed later, nor a view, whose
+            # own edge no gradient reaches once the tensor that it is a view of is used.
+            func, args = out_of_place(func), (into.clone(), *args[1:])
+        run, args = channels.before(func, args)
+        if any(isinstance(t, Tensor) and t.requires_grad for t in standing):
+            out = run(*args, **kwargs)
+        else:
+            out = self._sourced(lambda: run(*args, **kwargs))
+        self.tape(op.function, site, args, kwargs, keys, out)
+        return channels.after(func, args, out) if into is None else into.copy_(out)
+
+    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it as it is."""
+        return channels.between(func, args, kwargs)
+
+    def derive(
+        self, op: OpName, args: tuple[Any, ...], kwargs: dict[str, Any], keys: dict[int, str], out: Any,
+        met: bool = True,
+    ) -> str:  # fmt: skip
+        """Remember a function of parameters; with ``met``, later operations on it are met as on a parameter."""
+        key = ""
+        for k, t in enumerate(tree_flatten(out)[0]):
+            if isinstance(t, Tensor) and t.requires_grad:
+                key = f"{getattr(op.function, '__name__', '?')}({', '.join(op.names)})#{op.ordinal}.{k}"
+                self.derived[key] = Derived(t, op.function, args, kwargs, keys, k)
+                if met:
+                    self.keys[id(t)] = key
+                    self.stand_in[id(t)] = t
+        return key
+
+    def tape(
+        self, func: Callable[..., Any], site: Site, args: tuple[Any, ...], kwargs: dict[str, Any],
+        keys: dict[int, str], out: Any,
+    ) -> None:  # fmt: skip
+        """Note an operation that ran."""
+        outputs = dict(enumerate(t for t in tree_flatten(out)[0] if isinstance(t, Tensor)))
+        outputs = {k: t for k, t in outputs.items() if f"out{k}" in site.layouts}
+        for k, t in outputs.items():
+            layout = site.layouts[f"out{k}"]
+            if t.ndim <= layout.dim or layout.split(t.shape[layout.dim], self.samples) is None:
+                raise UnknownOperation
+        versions = [(t, t._version) for t in tensors_in(args, kwargs)]
+        if site.rule is None and site.role == "rows":  # to be replayed, and at the precision at which it runs now
+            func = as_now(func, tensors_in(args, kwargs))
+        edges = {k: get_gradient_edge(t) for k, t in outputs.items()}
+        self.ops.append(TapedOp(func, site, args, kwargs, keys, edges, versions))
+
+    def _sourced(self, run: Callable[[], Any]) -> Any:
+        """Run an operation none of whose inputs is differentiable, so that its output still has an edge to grade."""
+        spec: list[Any] = []
+
+        def tensors() -> tuple[Tensor, ...]:
+            flat, structure = tree_flatten(run())
+            spec.append(structure)
+            return tuple(flat)
+
+        return tree_unflatten(list(_Source.apply(self._anchor, tensors)), spec[0])  # type: ignore[no-untyped-call]
+
+
+class _Source(torch.autograd.Function):
+    """A differentiable output with no differentiable input: its edge is where the output gradient is read."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Run the operation."""
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Nothing flows further."""
+        return None, None
+
+
+_PYTHON = ("torch.nn.functional", "torch.functional")
+
+
+@cache
+def enter(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A composite of torch's own, as a function whose inner operations the mode sees; None for anything else.
+
+    One in C++ is written anew in `composites`. One in Python starts by handing itself to the mode: its twin shares its
+    code but answers that question with no.
+    """
+    if func in COMPOSITES:
+        return COMPOSITES[func]
+    if not isinstance(func, types.FunctionType) or func.__module__ not in _PYTHON:
+        return None
+
+    def no(*_: Any) -> bool:
+        return False
+
+    asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    twin = types.FunctionType(
+        func.__code__,
+        {**func.__globals__, **dict.fromkeys(asks, no)},
+        func.__name__,
+        func.__defaults__,
+        func.__closure__,
+    )
+    twin.__kwdefaults__ = func.__kwdefaults__
+    return twin

@@ -1,0 +1,485 @@
+"""Trust by rows: a sample's loss and gradient depend on that sample alone, and the sum credits each row to its sample.
+
+That is what privacy needs of a model, and it is looked at by value, on a few rows of a real batch:
+
+1. in other company: one row stays, the others are replaced. Same shape, same kernels: its loss is the same to the bit.
+2. alone: the row as a batch of one gives the same loss, to rounding.
+3. credit: autograd's gradient of that one loss is what the tape credits to the row, parameter by parameter, and is the
+   same in other company.
+4. state: what a forward leaves behind does not depend on the rows.
+5. collation: the row of ``collate([sample])`` gives the same loss.
+
+The same runs show where the samples are in every operation that parameters meet, however the model reshapes its batch.
+Where that cannot be told, the model is right but cannot be followed: it is run sample by sample.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from dpscale.engine.combine import gradients
+from dpscale.engine.errors import UnsupportedModel
+from dpscale.engine.layout import Layout, candidates
+from dpscale.engine.phases import still_at
+from dpscale.engine.rules import RULE_OF, Call
+from dpscale.engine.tape.tape import OpName, Site
+from dpscale.engine.verify.probe import Growth, Numbered, Probe, ProbedCall, own_randomness
+from dpscale.engine.verify.rows import Features, choose, companies, replaced, take
+from dpscale.engine.verify.state import Surroundings
+
+ROWS, MORE = 3, 4
+"""Rows that are looked at; one of them once more shows which dimensions grow with the batch."""
+
+Gradient = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is looked at: ``run`` goes from a batch to one loss per row."""
+
+    model: nn.Module
+    parameters: Mapping[str, Tensor]
+    run: Callable[[Any], Tensor]
+    loss_fn: Any = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a look found.
+
+    Attributes:
+        sites: the operations that parameters meet, and where the samples are in them.
+        obstacle: why rows cannot be attributed to samples, if they cannot: then the model runs sample by sample.
+        lasting: whether another look at other rows would find the same obstacle.
+    """
+
+    sites: Sequence[tuple[OpName, Site]] = ()
+    obstacle: str | None = None
+    lasting: bool = True
+
+
+class _Obstacle(Exception):
+    """Rows cannot be attributed to samples."""
+
+    def __init__(self, reason: str, lasting: bool = True) -> None:
+        super().__init__(reason)
+        self.lasting = lasting
+
+
+class Look:
+    """One look at a subject.
+
+    Args:
+        subject: the model and its losses.
+        batch: any batch of it.
+        rows: features of its rows, if known.
+        kept: the rows to look at, `ROWS` of them.
+        singles: rows of the batch that were collated alone, by their place.
+        whole: look at the whole batch in other company too, for what begins with larger batches.
+        seed: for the runs, and for the choice of company. Apart from anything private.
+    """
+
+    def __init__(
+        self, subject: Subject, batch: Any, rows: Features | None, kept: Sequence[int], *,
+        singles: Mapping[int, Any] | None = None, whole: bool = True, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self._subject, self._batch, self._features = subject, batch, rows
+        self._kept, self._singles, self._whole, self._seed = list(kept), singles or {}, whole, seed
+        self._rng = np.random.default_rng(seed)
+        self._rows = take(batch, self._kept)
+        self._surroundings = Surroundings(subject.model, subject.loss_fn)
+
+    def __call__(self) -> Finding:
+        """Raises `UnsupportedModel` for a model that must not be trained."""
+        try:
+            finding = self._look()
+        finally:
+            changed = self._surroundings.restore()
+        self._surroundings.require_parameters_kept(changed)
+        return finding
+
+    def _look(self) -> Finding:
+        growth = self._growth()
+        parameters = self._subject.parameters
+        base = Probe(parameters, ROWS, self._seed, growth) if growth.aligned else Numbered(self._seed)
+        losses = self._run(base, self._rows)
+        left = self._left_behind()
+        if not losses.requires_grad:
+            raise UnsupportedModel(
+                "The losses depend on no trainable parameter. Check requires_grad of the parameters, and that the loss "
+                "is computed from the model's output without detach() or no_grad()."
+            )
+        arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
+        others = [self._in_other_company(i, base, losses, left, arrived[i][1]) for i in range(ROWS)]
+        self._alone(base, losses)
+        self._collated()
+        if self._whole:
+            self._whole_batch()
+        try:
+            if not isinstance(base, Probe) or base.lost or any(not isinstance(o, Probe) or o.lost for o in others):
+                raise _Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
+            sites = _attributed(base, others, [edges for edges, _ in arrived], growth)
+            self._check_credit(base, sites, arrived)
+        except _Obstacle as obstacle:
+            return Finding((), str(obstacle), obstacle.lasting)
+        return Finding([(call.op, site) for call, site in zip(base.calls, sites, strict=True)])
+
+    # Runs
+
+    def _run(self, mode: Any, data: Any) -> Tensor:
+        """The losses of a batch, with all randomness its own."""
+        still_at("checking that samples are kept apart")
+        with own_randomness(self._seed), torch.enable_grad(), mode:
+            return self._subject.run(data)
+
+    def _growth(self) -> Growth:
+        """Which tensors have a row for each sample."""
+        few, more = Numbered(self._seed), Numbered(self._seed)
+        for mode, data in ((few, self._rows), (more, take(self._rows, [*range(ROWS), 0]))):
+            try:
+                self._run(mode, data)
+            except UnsupportedModel:
+                raise
+            except Exception as error:
+                self._blame(error, len(mode.ran))
+            finally:
+                self._surroundings.restore()
+        return Growth(few.ran, more.ran)
+
+    def _blame(self, error: Exception, operations: int) -> None:
+        """A model that fails on its own batch is not for us to judge; one that fails on fewer rows only, is."""
+        self._surroundings.restore()
+        with own_randomness(self._seed), torch.enable_grad():
+            self._subject.run(self._batch)  # raises what the user would see without us
+        raise UnsupportedModel(
+            f"The model takes this batch but not {ROWS} rows of it ({type(error).__name__}: {error}). A loss that "
+            "needs a certain number of rows is not one loss per sample. Let the forward take any number of rows."
+        ) from error
+
+    def _left_behind(self) -> dict[str, Any]:
+        """The state after a run, which is put back."""
+        left = self._surroundings.now()
+        self._surroundings.require_parameters_kept(self._surroundings.restore())
+        return left
+
+    def _arrived(self, mode: Any, losses: Tensor, i: int) -> tuple[list[Tensor | None], Gradient]:
+        """What the loss of row i sends to each taped operation, and plain autograd's gradient of it."""
+        edges = [edge for call in mode.calls for edge in call.edges.values()] if isinstance(mode, Probe) else []
+        parameters = self._subject.parameters
+        leaves = mode.leaves if isinstance(mode, Probe) else {}
+        seed = torch.zeros_like(losses)
+        seed[i] = 1.0
+        targets: Any = [*edges, *leaves.values(), *parameters.values()]
+        grads = torch.autograd.grad([losses], targets, [seed], retain_graph=True, allow_unused=True)
+        gradient: Gradient = {}
+        unseen = set()
+        for place, (name, g) in enumerate(zip([*leaves, *parameters], grads[len(edges) :], strict=True)):
+            if g is not None:
+                gradient[name] = gradient[name] + g if name in gradient else g
+                if place >= len(leaves):
+                    unseen.add(name)
+        if isinstance(mode, Probe):
+            mode.unseen |= unseen
+        return list(grads[: len(edges)]), gradient
+
+    # 1, 3, 4: in other company
+
+    def _in_other_company(self, i: int, base: Any, ours: Tensor, left: dict[str, Any], g: Gradient) -> Any:
+        """Row i with others around it: its loss, its gradient, and the state afterwards are what they were."""
+        for company in self._around(i):
+            probing = isinstance(base, Probe)
+            mode = Probe(self._subject.parameters, ROWS, self._seed, like=base) if probing else Numbered(self._seed)
+            data = company()
+            try:
+                losses = self._run(mode, data)
+            except UnsupportedModel:
+                raise
+            except Exception:  # rows that were put together need not be such as the model takes
+                self._surroundings.restore()
+                continue
+            theirs = self._left_behind()
+            if not _same(ours[i], losses[i]):
+                self._refuse(self._rows, data, i)
+            self._surroundings.compare(left, theirs)
+            _, other = self._arrived(mode, losses, i)
+            if _apart(g, other, mode.eps**0.5) is not None:
+                raise UnsupportedModel(
+                    "Samples are coupled in the backward: the gradient of one sample depends on another, though no "
+                    "loss does. A hook on a tensor or a module, or the backward of a custom autograd function, computes "
+                    "with the whole batch. Let it treat each sample apart, or leave it out."
+                )
+            return mode
+        return None
+
+    def _around(self, i: int) -> list[Callable[[], Any]]:
+        """Ways to replace the other rows; the next is tried if the model cannot take one."""
+        ways = []
+        for way in companies(self._batch, self._features, self._rng):
+            ways.append(lambda way=way: replaced(self._rows, take(way(), self._kept), [i]))
+        first = i % len(ways) if i else 0
+        return [ways[first if i < 2 else -1], *ways]
+
+    def _whole_batch(self) -> None:
+        """The whole batch, of which a few rows stay."""
+        samples = len(next(t for t in tree_leaves(self._batch) if isinstance(t, Tensor)))
+        if samples <= 1:
+            return
+        keep = sorted(set(self._kept[: max(1, samples // 2)]))
+        ours = self._run(Numbered(self._seed), self._batch)
+        left = self._left_behind()
+        for company in list(companies(self._batch, self._features, self._rng))[:1]:
+            data = replaced(self._batch, company(), keep)
+            losses = self._run(Numbered(self._seed), data)
+            theirs = self._left_behind()
+            for i in keep:
+                if not _same(ours[i], losses[i]):
+                    self._refuse(self._batch, data, i)
+            self._surroundings.compare(left, theirs)
+
+    def _refuse(self, ours: Any, theirs: Any, i: int) -> None:
+        """Say where samples meet; unless the forward is another each time, on the very same rows."""
+        again = []
+        for _ in range(2):
+            again.append(self._run(Numbered(self._seed), ours).detach())
+            self._surroundings.restore()
+        if not _same(again[0][i], again[1][i]):
+            apart = (again[0][i] - again[1][i]).abs()
+            if again[0].device.type != "cpu" and bool(apart <= 1e-3 * again[0][i].abs().clamp(min=1)):
+                return  # kernels that add up in another order each time
+            raise UnsupportedModel(
+                "The forward gives something else each time, on the very same batch: it computes with what it changes "
+                "itself (a counter, a cache?), so that nothing can be told about its samples. Change that outside of "
+                "the forward, as a buffer, or hand it over with the batch."
+            )
+        raise UnsupportedModel(
+            f"Samples are coupled at {self._where(ours, theirs, i)}: what one sample holds reaches another. A "
+            "per-sample gradient, and so a bound on one sample's influence, does not exist then. The usual causes are "
+            "BatchNorm (dpscale.fix(model) puts GroupNorm in its place), statistics taken over the batch, and a loss "
+            "that mixes samples or averages over them (use reduction='none')."
+        )
+
+    def _where(self, ours: Any, theirs: Any, i: int) -> str:
+        """The first operation at which the kept row becomes another one."""
+        samples = len(next(t for t in tree_leaves(ours) if isinstance(t, Tensor)))
+        runs = []
+        for data in (ours, theirs, take(ours, [*range(samples), 0])):
+            mode = Numbered(self._seed, keep=True)
+            try:
+                self._run(mode, data)
+            except Exception:
+                return "the loss"
+            finally:
+                self._surroundings.restore()
+            runs.append(mode)
+        if any([op.function for op in run.ran] != [op.function for op in runs[0].ran] for run in runs):
+            return "the loss"
+        for k, op in enumerate(runs[0].ran):
+            for a, b, more in zip(*(run.outputs[k] for run in runs), strict=True):
+                if a.shape != b.shape:
+                    return str(getattr(op.function, "__name__", "the loss"))
+                changed = _changed(a, b)
+                options = candidates(more.shape, a.shape, samples + 1, samples)
+                if bool(changed.any()) and not any(_outside(changed, layout, samples, i) for layout in options):
+                    return str(getattr(op.function, "__name__", "the loss"))
+        return "the loss"
+
+    # 2 and 5: alone
+
+    def _alone(self, base: Any, losses: Tensor) -> None:
+        """Each of two rows as a batch of one."""
+        for i in sorted({0, ROWS - 1}):
+            mode = Numbered(self._seed, draws=(base.draws, i, ROWS))
+            try:
+                alone = self._run(mode, take(self._rows, [i]))
+            except UnsupportedModel:
+                raise
+            except Exception:  # a model may need two rows (squeeze); what depends on their number shows above all the same
+                continue
+            finally:
+                self._surroundings.restore()
+            if mode.unmatched or alone.shape != (1,):
+                continue
+            if not _near(losses[i], alone[0], losses, max(base.eps, mode.eps)):
+                raise UnsupportedModel(
+                    f"The loss of a sample is {losses[i].item():.6g} among {ROWS} rows and {alone[0].item():.6g} alone. "
+                    "It depends on how many rows are in the batch, so it is not the loss of one sample: divide by "
+                    "counts of the sample itself, never by the batch's, and let no padding enter a mean."
+                )
+
+    def _collated(self) -> None:
+        """Rows as ``collate_fn`` gives them for one sample alone."""
+        for place, single in self._singles.items():
+            ours, alone = (Numbered(self._seed, dropout=False) for _ in range(2))
+            try:
+                losses = self._run(ours, take(self._batch, [place, *self._kept[:2]]))
+                own = self._run(alone, single)[0]
+            except UnsupportedModel:
+                raise
+            except Exception:
+                continue
+            finally:
+                self._surroundings.restore()
+            if not (ours.draws or alone.draws) and not _near(losses[0], own, losses, max(ours.eps, alone.eps)):
+                raise UnsupportedModel(
+                    f"The loss of a sample is {losses[0].item():.6g} as collate_fn puts it among others and "
+                    f"{own.item():.6g} when it is collated alone. What collate_fn makes of one sample (its padding) "
+                    "depends on the others. Mask the padding in the model and in the loss, or pad to a fixed length."
+                )
+
+    # 3: credit
+
+    def _check_credit(
+        self, base: Probe, sites: Sequence[Site], arrived: Sequence[tuple[list[Tensor | None], Gradient]]
+    ) -> None:
+        """The tape's gradient of each row is autograd's."""
+        if base.unseen:
+            raise _Obstacle(
+                f"parameter {min(base.unseen)!r} is used where its operations cannot be seen (a compiled or scripted "
+                "part, a custom autograd function)"
+            )
+        base.ops = [
+            replace(call.taped, site=site, function=call.again if site.rule is None else call.op.function)
+            for call, site in zip(base.calls, sites, strict=True)
+            if call.taped is not None and site.role in ("rows", "expanded")
+        ]
+        edges = [_added([row[k] for row, _ in arrived]) for k in range(len(arrived[0][0]))]
+        try:
+            with torch.no_grad(), torch.autocast(base.device.type, enabled=False):
+                forms = gradients([base], [edges])
+                onehot = torch.eye(ROWS, device=base.device)
+                ours = [{n: form.weighted(onehot[i]) for n, form in forms.items()} for i in range(ROWS)]
+                norms = torch.stack([form.norm2().double() for form in forms.values()]).sum(0).sqrt() if forms else None
+        except UnsupportedModel as error:
+            raise _Obstacle(str(error)) from error
+        except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+            raise _Obstacle(f"an operation cannot be run for one sample ({error})") from error
+        rounding = max(1e-9, base.eps**0.5)
+        for i, (_, plain) in enumerate(arrived):
+            if not all(bool(torch.isfinite(g).all()) for g in plain.values()):
+                continue
+            if (name := _apart(ours[i], plain, rounding)) is not None:
+                raise _Obstacle(f"what is credited to a row is not its gradient at parameter {name!r}")
+            whole = torch.stack([g.double().norm() for g in plain.values()]).norm() if plain else torch.zeros(())
+            if norms is not None and bool((norms[i] - whole).abs() > 10 * rounding * whole + 1e-12):
+                raise _Obstacle("the norm that is credited to a row is not that of its gradient")
+
+
+def _attributed(
+    base: Probe, others: Sequence[Probe], arrived: Sequence[list[Tensor | None]], growth: Growth
+) -> list[Site]:
+    """Where the samples are in each operation that parameters meet."""
+    known = [{(c.op.exact, c.op.ordinal): c for c in other.calls} for other in others]
+    if any(len(calls) != len(base.calls) for calls in known):
+        raise _Obstacle("which operations run depends on the values in the batch")
+    sites, edge = [], 0
+    for call in base.calls:
+        same = [calls[call.op.exact, call.op.ordinal] for calls in known]
+        grads = [row[edge : edge + len(call.edges)] for row in arrived]
+        edge += len(call.edges)
+        sites.append(_site(call, same, grads, growth))
+    return sites
+
+
+def _site(call: ProbedCall, others: Sequence[ProbedCall], grads: Sequence[Sequence[Tensor | None]], growth: Growth) -> Site:
+    """What the evidence says about one operation."""
+    if call.role not in ("rows", "expanded"):
+        return Site(call.role)
+    if not call.edges:
+        return Site("plain")
+    layouts = {}
+    for place, j in enumerate(call.edges):
+        touched = [g[place] for g in grads]
+        changed = [_changed_or_obstacle(call, call.outputs[j], other.outputs[j]) for other in others]
+        layouts[f"out{j}"] = _layout(call, *growth.of_output(call.index, j), changed, touched, True)
+    if call.role == "expanded":
+        return Site("expanded", layouts=layouts)
+    rule = RULE_OF.get(call.op.function)
+    if rule is not None and call.taped is not None and not call.complex:  # rules are written for real numbers
+        arguments = rule.bind(call.taped.args, call.taped.kwargs)
+        flat = tree_leaves((call.taped.args, call.taped.kwargs))
+        parameters = [flat[k] for k in call.taped.keys]
+        wanted = frozenset(n for n, a in arguments.items() if any(a is p for p in parameters))
+        trial = Call(call.op.function, arguments, ROWS, next(iter(layouts.values())), {}, wanted)
+        if wanted <= set(rule.trainable) and rule.accepts(trial):
+            return Site("rows", rule, layouts)
+    tensors = [k for k, t in enumerate(call.inputs) if isinstance(t, Tensor)]
+    for k in sorted(call.growing):
+        changed = [_changed_or_obstacle(call, call.inputs[k], other.inputs[k]) for other in others]
+        shapes = growth.of_input(call.index, tensors.index(k))
+        layouts[str(k)] = _layout(call, *shapes, changed, [None] * ROWS, False)
+    return Site("rows", None, layouts)
+
+
+def _layout(
+    call: ProbedCall, more: torch.Size, shape: torch.Size, changed: Sequence[Tensor], touched: Sequence[Tensor | None],
+    strict: bool,
+) -> Layout:  # fmt: skip
+    """The one layout that the evidence allows: row i keeps its own in other company, and sends gradients there alone."""
+    options = candidates(more, shape, MORE, ROWS)
+
+    def agrees(layout: Layout) -> bool:
+        owner = layout.spread(torch.arange(ROWS, device=changed[0].device), changed[0])
+        kept = all(not bool((mask & (owner == i)).any()) for i, mask in enumerate(changed))
+        return kept and all(g is None or not bool(((g != 0) & (owner != i)).any()) for i, g in enumerate(touched))
+
+    agree = [layout for layout in options if agrees(layout)]
+    if not agree:
+        raise _Obstacle(f"the rows of {call.name} are no sample's own in a way that repeats (sorted, packed or gathered?)")
+    if strict and len(agree) > 1:
+        raise _Obstacle(f"it cannot be told which rows of {call.name}, of shape {tuple(shape)}, belong to which sample", False)
+    return agree[0]
+
+
+def _changed_or_obstacle(call: ProbedCall, ours: Tensor, theirs: Tensor) -> Tensor:
+    if ours.shape != theirs.shape:
+        raise _Obstacle(f"the shape of {call.name} depends on the values in the batch")
+    return _changed(ours, theirs)
+
+
+def _outside(changed: Tensor, layout: Layout, samples: int, i: int) -> bool:
+    """Whether nothing of sample i changed."""
+    owner = layout.spread(torch.arange(samples, device=changed.device), changed)
+    return not bool((changed & (owner == i)).any())
+
+
+def _changed(a: Tensor, b: Tensor) -> Tensor:
+    return a.ne(b) & ~(a.ne(a) & b.ne(b))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """To the bit; NaN is NaN."""
+    return not bool(_changed(a.detach(), b.detach()).any())
+
+
+def _near(a: Tensor, b: Tensor, scale: Tensor, eps: float) -> bool:
+    """To rounding, relative to the scale; what is not finite is the same."""
+    a, b, scale = (t.detach().double() for t in (a, b, scale))
+    if not bool(torch.isfinite(a)) or not bool(torch.isfinite(b)):
+        return True
+    finite = scale[torch.isfinite(scale)].abs()
+    return bool((a - b).abs() <= max(eps, 2.0**-36) ** 0.5 * torch.cat([finite.flatten(), b.abs().view(1)]).max())
+
+
+def _apart(ours: Gradient, theirs: Gradient, rounding: float) -> str | None:
+    """The first parameter at which two gradients differ by more than rounding, relative to it and to the whole."""
+    whole = sum(float(g.double().square().sum()) for g in theirs.values()) ** 0.5
+    if not np.isfinite(whole):
+        return None
+    for name in [*theirs, *(ours.keys() - theirs.keys())]:
+        a, b = (g.get(name) for g in (ours, theirs))
+        present = a if a is not None else b
+        assert present is not None
+        a, b = (torch.zeros_like(present) if g is None else g for g in (a, b))
+        if float((a.double() - b.double()).norm()) > 10 * rounding * float(b.double().norm()) + rounding * whole:
+            return name
+    return None
+
+
+def _added(grads: Sequence[Tensor | None]) -> Tensor | None:
+    there = [g for g in grads if g is not None]
+    return torch.stack(there).sum(0) if there else None

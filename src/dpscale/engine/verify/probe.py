@@ -1,0 +1,325 @@
+"""Runs of a model on a few rows that can be compared operation by operation.
+
+Two runs of one forward draw the same random numbers, however many rows each has: the generators are seeded anew for
+each operation that draws. Dropout is written as a product with a mask, so that a row alone can be given its own part of
+the mask that was drawn for the whole.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from dpscale.engine.tape.calls import as_now, result, tensors_in
+from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, enter
+
+Shapes = tuple[torch.Size, ...]
+
+_DROPOUT = {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}
+_FEATURE_DROPOUT = {"feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_"}
+
+
+@dataclass(frozen=True)
+class RanOp:
+    """Any operation that ran: the shapes that went in and came out."""
+
+    function: Callable[..., Any]
+    inputs: Shapes
+    outputs: Shapes
+
+
+class Numbered(ParameterOps):
+    """Counts the operations of a forward, and seeds each that draws by its number.
+
+    Args:
+        seed: of the run; operations draw alike in runs of the same seed.
+        dropout: False leaves dropout out.
+        draws: random numbers of another run, by their number, and which of its rows this run has.
+        keep: hold what every operation gave, to find out where samples meet.
+    """
+
+    def __init__(
+        self, seed: int, *, dropout: bool = True, draws: tuple[Mapping[int, Tensor], int, int] | None = None,
+        keep: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._number(seed, dropout, draws, keep)
+
+    def _number(self, seed: int, dropout: bool = True, draws: Any = None, keep: bool = False) -> None:
+        self.ran: list[RanOp] = []
+        self.draws: dict[int, Tensor] = {}
+        self.unmatched = False  # whether random numbers could not be given to the row that they were drawn for
+        self.outputs: list[list[Tensor]] = []
+        self.eps = 2.0**-52  # of the coarsest numbers that it computes with
+        self._entered: list[Callable[..., Any]] = []
+        self._drew = 0
+        self._seed, self._dropout, self._given, self._keep = seed, dropout, draws, keep
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if asks(func, args):
+            return func(*args, **kwargs)
+        inside = enter(func)
+        if inside is not None and func not in self._entered:  # some hand themselves over a second time
+            self._entered.append(func)
+            try:
+                with self:
+                    return inside(*args, **kwargs)
+            finally:
+                self._entered.pop()
+        index = len(self.ran)
+        inputs = _shapes((args, kwargs))
+        self.ran.append(RanOp(func, inputs, ()))
+        _seed(self._seed + self._drew)
+        before = _states()
+        met = any(id(t) in self.keys for t in tensors_in(args, kwargs))
+        out = (self.meet if met else self.pass_by)(func, args, kwargs)
+        made = result(func, args, out)
+        if _states() != before:
+            made = out = self._drawn(made, out)
+            self._drew += 1
+        self.ran[index] = RanOp(func, inputs, _shapes(made))
+        self._note_precision(made)
+        if self._keep:
+            self.outputs.append([t.detach().clone() for t in tree_leaves(made) if isinstance(t, Tensor)])
+        return out
+
+    def _note_precision(self, made: Any) -> None:
+        if isinstance(made, Tensor) and made.is_floating_point():
+            tf32 = made.is_cuda and made.dtype == torch.float32
+            self.eps = max(self.eps, 2.0**-10 if tf32 else torch.finfo(made.dtype).eps)
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As any other."""
+        return self.pass_by(func, args, kwargs)
+
+    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it, dropout as a product."""
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUT or name in _FEATURE_DROPOUT:
+            return self._dropped(name, *args, **kwargs)
+        if name == "scaled_dot_product_attention":  # its mask cannot be seen
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
+
+    def _dropped(self, name: str, input: Tensor, p: float = 0.5, train: bool = True, **kwargs: Any) -> Tensor:
+        p, train = kwargs.get("p", p), kwargs.get("training", train)
+        if not (train and p > 0 and self._dropout):
+            return input
+        shape = input.shape[:2] + (1,) * (input.ndim - 2) if name in _FEATURE_DROPOUT else input.shape
+        kept = torch.rand(shape, device=input.device) >= p
+        kept = self._own_part(kept)
+        mask = kept.to(input.dtype) / max(1 - p, 1e-6)
+        return input.mul_(mask) if name.endswith("_") else input * mask
+
+    def _drawn(self, made: Any, out: Any) -> Any:
+        """What an operation drew, or that of the other run."""
+        if self._drew in self.draws:  # dropout's mask, which is noted
+            return out
+        if not isinstance(made, Tensor):
+            self.unmatched = True
+            return out
+        mine = self._own_part(made.detach())
+        if mine is made or mine.data_ptr() == made.data_ptr():
+            return out
+        if made.requires_grad:
+            self.unmatched = True
+            return out
+        return made.copy_(mine)
+
+    def _own_part(self, drawn: Tensor) -> Tensor:
+        """Note what was drawn; where another run's is given, take the part of that which is this row's."""
+        self.draws[self._drew] = drawn.clone()
+        if self._given is None:
+            return drawn
+        draws, row, rows = self._given
+        other = draws.get(self._drew)
+        if other is None or other.ndim != drawn.ndim:
+            self.unmatched = True
+            return drawn
+        longer = [d for d in range(drawn.ndim) if other.shape[d] != drawn.shape[d]]
+        if not longer:
+            return other
+        d = longer[0]
+        if len(longer) > 1 or other.shape[d] != rows * drawn.shape[d]:
+            self.unmatched = True
+            return drawn
+        return other.narrow(d, row * drawn.shape[d], drawn.shape[d])
+
+
+class Probe(Numbered, Tape):
+    """A numbered forward that is taped, with plain autograd's gradients beside the tape's.
+
+    Args:
+        parameters: the trainable parameters, by name.
+        samples: rows of the batch.
+        growth: what has a row for each sample among the inputs and outputs of each operation, by its number.
+        like: another probe, whose operations are known by name; in place of ``growth``.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], samples: int, seed: int, growth: "Growth | None" = None,
+        like: "Probe | None" = None,
+    ) -> None:  # fmt: skip
+        Tape.__init__(self, parameters, None, Sites(), samples, attached=True)
+        self._number(seed)
+        self._growth = growth
+        self._like = {(call.op.exact, call.op.ordinal): call for call in like.calls} if like else {}
+        self.calls: list[ProbedCall] = []
+        self.lost = False  # whether this forward met other operations than those that are known
+        self.unseen: set[str] = set()  # parameters that reach the losses past the tape
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next(iter(self.leaves.values())).device
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tape it."""
+        return Tape.meet(self, func, args, kwargs)
+
+    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it."""
+        return Numbered.pass_by(self, func, args, kwargs)
+
+    def find(self, op: OpName, standing: list[Any], keys: dict[int, str]) -> Site:
+        """By what grows with the batch, or as another probe had it."""
+        index = len(self.ran) - 1
+        role: Role = "shared"
+        growing: set[int] = set()
+        if self._growth is None:
+            known = self._like.get((op.exact, op.ordinal))
+            self.lost |= known is None
+            if known is not None:
+                role, growing = known.role, known.growing
+        elif not self._growth.knows(index, op.function):
+            self.lost = True
+        else:
+            inputs = [k for k, t in enumerate(standing) if isinstance(t, Tensor)]
+            grow = self._growth.inputs(index)
+            growing = {k for k, grows in zip(inputs, grow, strict=False) if grows and k not in keys}
+            if self._growth.output(index):
+                role = "rows" if growing else "expanded"
+        self.calls.append(ProbedCall(op, index, role, growing))
+        return Site(role)
+
+    def tape(
+        self, func: Callable[..., Any], site: Site, args: tuple[Any, ...], kwargs: dict[str, Any],
+        keys: dict[int, str], out: Any,
+    ) -> None:  # fmt: skip
+        """Note every differentiable output; where the samples are in it is found out later."""
+        call = self.calls[-1]
+        call.inputs = [t.detach() if isinstance(t, Tensor) else t for t in tree_flatten((args, kwargs))[0]]
+        call.outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        call.edges = {k: get_gradient_edge(t) for k, t in enumerate(call.outputs) if t.requires_grad}
+        call.outputs = [t.detach() for t in call.outputs]
+        if not call.edges:
+            call.role = "plain"
+            return
+        call.again = as_now(func, tensors_in(args, kwargs)) if site.role == "rows" else func
+        call.taped = TapedOp(func, site, args, kwargs, keys, call.edges, [])
+
+
+@dataclass
+class ProbedCall:
+    """One operation of a probe that consumes parameters."""
+
+    op: OpName
+    index: int
+    role: Role
+    growing: set[int]  # positions of inputs that have a row for each sample
+    inputs: Sequence[Any] = ()
+    outputs: Sequence[Tensor] = ()
+    edges: Mapping[int, GradientEdge] = field(default_factory=dict)
+    again: Callable[..., Any] | None = None
+    taped: TapedOp | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{getattr(self.op.function, '__name__', '?')} (parameter {self.op.names[0]!r})"
+
+    @property
+    def complex(self) -> bool:
+        """Whether anything in it is."""
+        return any(isinstance(t, Tensor) and t.is_complex() for t in (*self.inputs, *self.outputs))
+
+
+class Growth:
+    """What has a row for each sample: two runs of one forward on different numbers of rows, compared by shapes."""
+
+    def __init__(self, few: Sequence[RanOp], more: Sequence[RanOp]) -> None:
+        self._few, self._more = few, more
+
+    @property
+    def aligned(self) -> bool:
+        """Whether both ran the same operations."""
+        return [op.function for op in self._few] == [op.function for op in self._more] and all(
+            len(a.outputs) == len(b.outputs) for a, b in zip(self._few, self._more, strict=True)
+        )
+
+    def knows(self, index: int, function: Callable[..., Any]) -> bool:
+        """Whether this was the operation of that number."""
+        return index < len(self._more) and self._more[index].function == function and index < len(self._few)
+
+    def inputs(self, index: int) -> list[bool]:
+        """By input tensor."""
+        few, more = self._few[index].inputs, self._more[index].inputs
+        return [a != b for a, b in zip(few, more, strict=False)]
+
+    def output(self, index: int) -> bool:
+        """Whether any grows."""
+        return self._few[index].outputs != self._more[index].outputs
+
+    def of_output(self, index: int, output: int) -> tuple[torch.Size, torch.Size]:
+        """The shapes of an output on more and on fewer rows."""
+        return self._more[index].outputs[output], self._few[index].outputs[output]
+
+    def of_input(self, index: int, tensor: int) -> tuple[torch.Size, torch.Size]:
+        """The shapes of an input on more and on fewer rows."""
+        return self._more[index].inputs[tensor], self._few[index].inputs[tensor]
+
+
+@contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Runs in here draw from ``seed`` and leave all generators, and autocast's cache, as they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            random.seed(seed)
+            np.random.seed(seed)
+            _seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.clear_autocast_cache()  # weights that were cast here must not be taken for the caller's own
+
+
+def _generators() -> list[torch.Generator]:
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *cuda]
+
+
+def _seed(number: int) -> None:
+    for generator in _generators():
+        generator.manual_seed(number + 1)
+
+
+def _states() -> list[bytes]:
+    return [generator.get_state().numpy().tobytes() for generator in _generators()]
+
+
+def _shapes(value: Any) -> Shapes:
+    return tuple([t.shape for t in tree_leaves(value) if isinstance(t, Tensor)])

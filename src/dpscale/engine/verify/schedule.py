@@ -1,0 +1,77 @@
+"""When to look: before the first release, when something new comes, and every so often after.
+
+A model is trusted as far as it was looked at. Coupling that shows only for some values is caught when they come: rows
+unlike any before are looked at before they are released. Looks after the first take no more than a small share of a
+run's time, once the run is longer than a few steps.
+"""
+
+import time
+from collections.abc import Hashable
+
+import numpy as np
+
+from dpscale.engine.verify.rows import Features, Novelty
+
+SHARE = 0.02
+"""Of a run's time that later looks may take."""
+
+ALWAYS = 16
+"""Looks at new rows that are taken whatever they cost."""
+
+
+class Schedule:
+    """Decides before each sum whether to look, and at which rows first."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self._sums = 0
+        self._known: set[Hashable] = set()
+        self._novelty: dict[Hashable, Novelty] = {}
+        self._started: float | None = None
+        self._spent = 0.0  # seconds in looks after the first
+        self._at_new_rows = 0
+
+    def due(self, kind: Hashable, shapes: Hashable, rows: Features | None) -> list[int] | None:
+        """Rows to look at first, maybe none; None if no look is due.
+
+        Args:
+            kind: what the model and its loss are now. Never seen before: look.
+            shapes: of a sample. Rows are compared with those of the same shapes.
+            rows: features of the rows of this batch.
+        """
+        self._sums += 1
+        now = time.perf_counter()
+        if self._started is None:
+            self._started = now
+        new = self._new_rows(shapes, rows)
+        if (kind, shapes) not in self._known:
+            self._known.add((kind, shapes))
+            return new
+        affordable = self._spent <= SHARE * (now - self._started)
+        if new and (self._at_new_rows < ALWAYS or affordable):
+            self._at_new_rows += 1
+            return new
+        power_of_two = self._sums & (self._sums - 1) == 0
+        return [] if (power_of_two and self._sums <= ALWAYS) or (affordable and self._long_ago(now)) else None
+
+    def looked(self, seconds: float) -> None:
+        """A look was taken."""
+        if self.looks:
+            self._spent += seconds
+        self.looks += 1
+        self._last = time.perf_counter(), seconds
+
+    def forget(self) -> None:
+        """Look again at the next sum: something was met that no look has seen."""
+        self._known.clear()
+
+    def _new_rows(self, shapes: Hashable, rows: Features | None) -> list[int]:
+        if rows is None:
+            return []
+        new: list[int] = np.asarray(self._novelty.setdefault(shapes, Novelty()).new(rows)).tolist()
+        return new
+
+    def _long_ago(self, now: float) -> bool:
+        """The time since the last look is worth one more."""
+        when, seconds = self._last
+        return now - when >= 2 * seconds / SHARE

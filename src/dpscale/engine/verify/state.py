@@ -1,0 +1,175 @@
+"""What a forward changes around itself: buffers, parameters, attributes, and what a loss function holds.
+
+A look at a model runs it many times on rows of its own choice. All that those runs change is put back, and what they
+change differently for different rows is told: it would carry the data out of training without noise.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpscale.engine.errors import UnsupportedModel
+from dpscale.engine.identity import variables_of
+from dpscale.engine.modules import COUNTERS, PLAIN, is_integer_scalar
+
+_ENTRIES = 256  # of one container that are looked at
+_DEPTH = 5
+_NUMBERS = 1 << 20  # of a tensor that is compared by value; of larger ones, how often they were written
+_OPAQUE = (type, ModuleType, FunctionType, MethodType, functools.partial, torch.Generator, torch.dtype, torch.device)
+
+
+class Surroundings:
+    """The state that a forward can reach: of the model, and of what the loss function holds.
+
+    Args:
+        model: with all its modules.
+        loss_fn: what it holds in its closure, defaults and globals is state too.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+        self._model = model
+        self._variables = variables_of(loss_fn)
+        self._values = [get() for _, get, _ in self._variables]
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[str, Tensor, Tensor, int]] = []
+        for path, value in self._walk():
+            if isinstance(value, Tensor):
+                if not value.is_meta and (path.startswith("model") or value.numel() <= _NUMBERS):
+                    self._tensors.append((path, value, value.detach().clone(), value._version))
+            elif isinstance(value, dict | list | set | deque):
+                self._containers.append((value, value.copy()))
+        self._before = self.now()
+
+    def now(self) -> dict[str, Any]:
+        """Everything that is no parameter, by its path, as it is now: plain values, and copies of tensors."""
+        found: dict[str, Any] = {}
+        for path, value in self._walk():
+            if isinstance(value, nn.Parameter):
+                continue
+            if isinstance(value, Tensor):
+                small = not value.is_meta and value.numel() <= _NUMBERS
+                found[path] = value.detach().clone() if small else (value.shape, value._version)
+            elif isinstance(value, (*PLAIN, torch.dtype)):
+                found[path] = value
+        return found
+
+    def restore(self) -> list[str]:
+        """Put everything back; the names of parameters that had been changed."""
+        for (_, get, put), value in zip(self._variables, self._values, strict=True):
+            if get() is not value:
+                put(value)
+        for container, content in self._containers:
+            if isinstance(container, dict):
+                if container.keys() != content.keys() or any(container[k] is not v for k, v in content.items()):
+                    container.clear()
+                    container.update(content)
+            elif isinstance(container, set):
+                container.clear()
+                container.update(content)
+            elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+                container.clear()
+                container.extend(content)
+        changed = []
+        for path, t, value, version in self._tensors:
+            if t.shape != value.shape or t.dtype != value.dtype:
+                t.data = value.clone()
+            elif t._version == version and not isinstance(t, nn.Parameter) and t.requires_grad:
+                continue
+            elif not _equal(t.detach(), value):
+                t.data.copy_(value)  # by .data: a graph that saved it may still be walked
+            elif t._version == version or not isinstance(t, nn.Parameter):
+                continue
+            if isinstance(t, nn.Parameter):
+                changed.append(path.removeprefix("model."))
+        return changed
+
+    def require_parameters_kept(self, changed: Sequence[str]) -> None:
+        """A forward must not train by itself."""
+        if changed:
+            raise UnsupportedModel(
+                f"Parameter {changed[0]!r} is changed by the forward itself (an Embedding with max_norm does that, and "
+                "a layer that starts from statistics of its first batch): what it takes from the samples would get no "
+                "noise. Build the layer without it, or change the parameter outside of the forward, from public data "
+                "or from parameters alone."
+            )
+
+    def compare(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+        """Refuse what two runs on different rows left behind differently; note what counts by itself."""
+        for path in [*ours, *(theirs.keys() - ours.keys())]:
+            if path in ours and path in theirs and _equal(ours[path], theirs[path]):
+                continue
+            name = path.removeprefix("model.")
+            buffer = isinstance(ours.get(path, theirs.get(path)), Tensor)
+            what = f"A buffer of the model is updated from the samples: {name!r}" if buffer else (
+                f"The forward sets {name!r} from what is in the samples"
+            )  # fmt: skip
+            raise UnsupportedModel(
+                f"{what}. It would carry them out of training without noise. Replace the layer (BatchNorm by "
+                "GroupNorm: dpscale.fix(model)), stop the update, or return the value from the forward instead."
+            )
+        for path, t, _, _ in self._tensors:
+            if is_integer_scalar(t) and not _equal(self._before.get(path), ours.get(path)):
+                COUNTERS[t] = True
+
+    def _walk(self) -> Iterator[tuple[str, Any]]:
+        """Every value that is reached, each object once, with a path to it."""
+        seen: set[int] = set()
+        held = [(f"loss_fn: {name}", get(), 1) for name, get, _ in self._variables]
+        waiting = deque([("model", self._model, 0), *((n, v, d) for n, v, d in held if v is not self._model)])
+        while waiting:
+            path, value, depth = waiting.popleft()
+            if id(value) in seen and not isinstance(value, PLAIN):
+                continue
+            seen.add(id(value))
+            yield path, value
+            below = depth if isinstance(value, nn.Module) else depth + 1
+            if below <= _DEPTH:
+                waiting.extend((f"{path}{name}", each, below) for name, each in _children(value))
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        attributes = vars(value)
+        for group in ("_parameters", "_buffers", "_modules"):
+            yield f".[{group}]", attributes.get(group, {})
+            yield from ((f".{name}", each) for name, each in list(attributes.get(group, {}).items()))
+        yield ".[attributes]", attributes
+        yield from (
+            (f".{name}", each) for name, each in list(attributes.items()) if not name.startswith("_") and name != "training"
+        )
+        yield from ((f".{n}", v) for n, v in list(attributes.items()) if n.startswith("_") and n not in _MODULE)
+    elif isinstance(value, dict):
+        if len(value) <= _ENTRIES and not any(isinstance(each, nn.Module) for each in value.values()):
+            yield from ((f"[{name!r}]", each) for name, each in list(value.items()) if isinstance(name, (*PLAIN, tuple)))
+    elif isinstance(value, list | tuple | deque | set | frozenset):
+        if len(value) <= _ENTRIES:
+            yield from ((f"[{k}]", each) for k, each in enumerate(list(value)))
+    elif _inside(value) and not isinstance(value, Tensor):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield ".[attributes]", attributes
+            yield from ((f".{name}", each) for name, each in list(attributes.items()))
+
+
+_MODULE = frozenset(vars(nn.Module()))
+
+
+def _inside(value: Any) -> bool:
+    """Whether it can hold state of ours to look at."""
+    return not isinstance(value, (*PLAIN, *_OPAQUE))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """To the bit; NaN is NaN."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all()) if a.numel() else True
+    if type(a) is not type(b):
+        return False
+    return bool(a == b) or (a != a and b != b)
