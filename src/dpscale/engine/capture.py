@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpscale.engine import channels
 from dpscale.engine.calls import as_now, in_place, result, tensors_in
 from dpscale.engine.calls import out_of_place as out_of_place
 from dpscale.engine.checkpoints import resume, suspend
+from dpscale.engine.compat import tree_flatten, tree_unflatten, version
 from dpscale.engine.composites import COMPOSITES
 from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Rule
+from dpscale.engine.rules.derivation import Derived
 from dpscale.engine.taint import Watch
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -156,7 +157,7 @@ class Capture(Meeting):
         self.leaves = {n: (values or parameters)[n].detach().requires_grad_() for n in parameters}
         self.keys = {id(p): n for n, p in parameters.items()}
         self.stand_in: dict[int, Tensor] = {id(p): self.leaves[n] for n, p in parameters.items()}
-        self.derived: dict[str, Tensor] = {}
+        self.derived: dict[str, Derived] = {}
         self.met: list[Met] = []
         self.samples = samples
         self._anchor = torch.zeros((), requires_grad=True)
@@ -171,17 +172,18 @@ class Capture(Meeting):
             args, kwargs = tree_unflatten(standing, spec)
             return func(*args, **kwargs)
         site = self._next(func)
+        keys = {k: self.keys[id(t)] for k, t in enumerate(flat) if isinstance(t, Tensor) and id(t) in self.keys}
         if site.kind in ("plain", "shared"):
             args, kwargs = tree_unflatten(standing, spec)
             out = func(*args, **kwargs)
             if site.kind == "shared":
-                self._derive(result(func, args, out))
+                self._derive(result(func, args, out), func, args, kwargs, keys)
             return out
-        keys = {k: self.keys[id(t)] for k, t in enumerate(flat) if isinstance(t, Tensor) and id(t) in self.keys}
         if site.kind == "expanded":
             args, kwargs = tree_unflatten(standing, spec)
-            whole = out_of_place(func)(*args, **kwargs)
-            key = self._derive(whole, met=False)
+            run = out_of_place(func)
+            whole = run(*args, **kwargs)
+            key = self._derive(whole, run, args, kwargs, keys, met=False)
             out = self._sourced(lambda: whole.detach())
             self._tape(site, (whole,), {}, {0: key}, out)
             return args[0].copy_(out) if in_place(func) else out
@@ -215,13 +217,16 @@ class Capture(Meeting):
         self._position += 1
         return self._sites[self._position - 1]
 
-    def _derive(self, out: Any, met: bool = True) -> str:
-        """Remember a function of parameters; with ``met``, later operations on it are met as on a parameter."""
+    def _derive(
+        self, out: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        sources: Mapping[int, str], met: bool = True,
+    ) -> str:  # fmt: skip
+        """Record a function of parameters; with ``met``, later operations on it are met as on a parameter."""
         key = ""
-        for t in tree_flatten(out)[0]:
+        for k, t in enumerate(tree_flatten(out)[0]):
             if isinstance(t, Tensor) and t.requires_grad:
                 key = f"~{len(self.derived)}"
-                self.derived[key] = t
+                self.derived[key] = Derived(t, func, args, kwargs, sources, k, version(t))
                 if met:
                     self.keys[id(t)] = key
                     self.stand_in[id(t)] = t
@@ -245,7 +250,7 @@ class Capture(Meeting):
             layout = site.layouts[f"out{k}"]
             if t.ndim <= layout.dim or layout.split(t.shape[layout.dim], self.samples) is None:
                 raise BlueprintMismatch
-        versions = [(t, t._version) for t in tensors_in(args, kwargs)]
+        versions = [(t, version(t)) for t in tensors_in(args, kwargs)]
         if site.rule is None and site.kind == "rows":  # to be replayed, and at the precision at which it runs now
             site = replace(site, function=as_now(site.function, tensors_in(args, kwargs)))
         edges = {k: get_gradient_edge(t) for k, t in outputs.items()}

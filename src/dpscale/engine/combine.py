@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from dpscale.engine.capture import Capture, Met, out_of_place
+from dpscale.engine.compat import version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Call, Form
 from dpscale.engine.rules.addition import total
-from dpscale.engine.rules.derivation import expanded, resolve
+from dpscale.engine.rules.derivation import Derived, expanded, resolve
 from dpscale.engine.rules.forms import Change, Dense, Drop, Packed, Widen
 from dpscale.engine.rules.generic import by_name, generic_forms, replay
 from dpscale.scaling import Scaling
@@ -50,14 +51,13 @@ def gradients(captures: Sequence[Capture], grads: Sequence[Sequence[Tensor | Non
     uses: dict[str, list[Form]] = {}
     for capture, arrived in zip(captures, grads, strict=True):
         through: dict[str, list[Form]] = {}
-        names = {id(leaf): name for name, leaf in capture.leaves.items()}
         gradient = iter(arrived)
         for met in capture.met:
             outputs = {k: g for k, g in zip(met.edges, gradient, strict=False) if g is not None}
             if outputs:
-                for key, form in _forms(met, outputs, capture.samples, names):
+                for key, form in _forms(met, outputs, capture.samples, capture.derived):
                     (through if key in capture.derived else uses).setdefault(key, []).append(form)
-        for name, form in _carried_back(capture, through, names):
+        for name, form in _carried_back(capture, through):
             uses.setdefault(name, []).append(form)
     return {name: total(forms).settle() for name, forms in uses.items()}
 
@@ -131,10 +131,12 @@ def _map(forms: Forms, change: Change) -> Forms:
     return {name: form.map(change) for name, form in forms.items()}
 
 
-def _forms(met: Met, grads: dict[int, Tensor], samples: int, names: Mapping[int, str]) -> Iterator[tuple[str, Form]]:
+def _forms(
+    met: Met, grads: dict[int, Tensor], samples: int, derived: Mapping[str, Derived]
+) -> Iterator[tuple[str, Form]]:
     """One operation's per-sample gradients, by the key of the tensor that they are for."""
-    for t, version in met.versions:
-        if t._version != version:
+    for t, then in met.versions:
+        if version(t) != then:
             raise UnsupportedModel(
                 f"A tensor that {getattr(met.site.function, '__name__', '?')} needs for the gradient of "
                 f"{next(iter(met.keys.values()))!r} was changed in place afterwards. Use the operation that is not "
@@ -142,9 +144,9 @@ def _forms(met: Met, grads: dict[int, Tensor], samples: int, names: Mapping[int,
             )
     site = met.site
     if site.kind == "expanded":
-        (whole,), layout = met.args, site.layouts["out0"]
-        repeated = expanded(whole, grads[0], layout, samples)
-        found = repeated and resolve(repeated[0], whole, names, repeated[1])
+        layout = site.layouts["out0"]
+        repeated = expanded(derived[met.keys[0]], grads[0], layout, samples)
+        found = repeated and resolve(repeated[1], repeated[0], derived)
         yield found or (met.keys[0], Dense(_one_by_one(grads[0], layout, samples)))
         return
     flat, spec = by_name(met.args, met.kwargs)
@@ -175,14 +177,12 @@ def _one_by_one(g: Tensor, layout: Layout, samples: int) -> Tensor:
     return torch.stack([g.where(layout.spread(own[i], g), 0) for i in range(samples)])
 
 
-def _carried_back(
-    capture: Capture, through: Mapping[str, Sequence[Form]], names: Mapping[int, str]
-) -> Iterator[tuple[str, Form]]:
+def _carried_back(capture: Capture, through: Mapping[str, Sequence[Form]]) -> Iterator[tuple[str, Form]]:
     """Per-sample gradients of functions of parameters, carried back to the parameters themselves."""
     others: dict[str, Form] = {}
     for key, forms in through.items():
         form = total(forms)
-        found = resolve(form, capture.derived[key], names)
+        found = resolve(form, key, capture.derived)
         if found is None:
             others[key] = form
         else:
@@ -194,7 +194,7 @@ def _chained(capture: Capture, through: Mapping[str, Form]) -> Iterator[tuple[st
     """The same by autograd, for functions that do not keep norms (weight norm): B gradients of each."""
     if not through:
         return
-    outputs = [capture.derived[k] for k in through]
+    outputs = [capture.derived[k].tensor for k in through]
     back = torch.autograd.grad(
         outputs,
         list(capture.leaves.values()),
