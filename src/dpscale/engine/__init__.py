@@ -9,11 +9,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_structure
 
 from dpscale.checks import is_number, require
 from dpscale.engine.capture import Blueprint, BlueprintMismatch, Capture
 from dpscale.engine.combine import Weighted, combine, edges, gradients
+from dpscale.engine.compat import tree_leaves, tree_structure
 from dpscale.engine.errors import UnsupportedModel as UnsupportedModel
 from dpscale.engine.functions import identity
 from dpscale.engine.inspection import inspect

@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpscale.engine import (
     LossFn,
@@ -37,6 +35,7 @@ from dpscale.engine import (
 from dpscale.engine.capture import Blueprint, BlueprintMismatch
 from dpscale.engine.channels import channels_last
 from dpscale.engine.combine import gradients, weigh
+from dpscale.engine.compat import trace_on_fakes, tree_flatten, tree_leaves, tree_unflatten
 from dpscale.engine.functions import identity
 from dpscale.engine.inductor import inductor
 from dpscale.engine.modules import Structure, structure, untouched
@@ -79,7 +78,7 @@ def traced(step: Callable[..., Any], inputs: list[Tensor], last: bool) -> torch.
 
     def trace(last: bool) -> torch.fx.GraphModule:
         with channels_last(last):
-            return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+            return trace_on_fakes(step, inputs)
 
     try:
         return trace(last)

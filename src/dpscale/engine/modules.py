@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from dpscale.engine.compat import FakeTensor, keystr, registered, tree_flatten_with_path, version
 from dpscale.engine.taint import COUNTERS, whole
 
 _NUMBERS = (int, float, complex)
@@ -130,7 +129,7 @@ class Flags:
         """What a branch is most likely to ask of them; of one that the forward counts by itself, what it was at first,
         for the inspection has looked ahead."""
         for k, b in enumerate(self._buffers):
-            mark = b._version if b.is_cuda else b.item()  # to read from a GPU is to wait for it
+            mark = version(b) if b.is_cuda else b.item()  # to read from a GPU is to wait for it
             if mark != self._marks[k]:
                 if self._marks[k] is None or b not in COUNTERS:
                     self._kinds[k] = kind(b.item())
@@ -150,12 +149,13 @@ def _state(model: nn.Module) -> list[Any]:
             continue
         seen[id(module)] = len(seen)
         state += (type(module), module.training, len(vars(module)))
-        for name, p in module._parameters.items():
+        parameters, buffers, children = registered(module)
+        for name, p in parameters.items():
             state += (name, id(p), p is not None and p.requires_grad)
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers.items():
             state += (name, id(buffer))
-        state += module._modules.keys()  # a scripted module's are no dictionary
-        waiting += module._modules.values()
+        state += children.keys()  # a scripted module's are no dictionary
+        waiting += children.values()
     return state
 
 
