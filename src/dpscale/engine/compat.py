@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as checkpoint
 from torch import Tensor, nn
 
 # Tells tensors that stand for no values. If it goes: a dispatch mode that notes what it makes.
@@ -48,7 +47,7 @@ foreach_div_: Callable[..., Any] = torch._foreach_div_
 foreach_mul_: Callable[..., Any] = torch._foreach_mul_
 
 # Where torch prepares to run a checkpointed region again. If it goes: whatever `checkpoint` then calls in its place.
-CHECKPOINT_GENERATOR: str = checkpoint._checkpoint_without_reentrant_generator.__name__
+CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
 def version(t: Tensor) -> int:
