@@ -1,10 +1,9 @@
 """Replaces the layers that no differentially private training can have by ones that treat samples apart."""
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpscale.checks import require, require_count
+from dpscale.engine.compat import BatchNorm, InstanceNorm, registered
 
 
 def fix(model: nn.Module, groups: int = 32) -> list[str]:
@@ -37,19 +36,19 @@ def fix(model: nn.Module, groups: int = 32) -> list[str]:
     require(isinstance(model, nn.Module), "fix", "model", "a torch.nn.Module", type(model).__name__)
     require_count("fix", "groups", groups)
     require(
-        not isinstance(model, _BatchNorm), "fix", "model", "a module that contains its batch norms",
+        not isinstance(model, BatchNorm), "fix", "model", "a module that contains its batch norms",
         type(model).__name__, "It cannot be replaced in place: build a GroupNorm instead, or wrap it in a Sequential.",
     )  # fmt: skip
-    lazy = [n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and not m.num_features]
+    lazy = [n for n, m in model.named_modules() if isinstance(m, BatchNorm) and not m.num_features]
     require(not lazy, "fix", "model", "one whose lazy layers have seen an input", lazy, "Run it on a batch first.")
     changed: list[str] = []
     replaced: dict[nn.Module, nn.GroupNorm] = {}  # a layer that is registered twice stays one layer
     for path, parent in list(model.named_modules()):
-        if isinstance(parent, _InstanceNorm) and parent.track_running_stats:
+        if isinstance(parent, InstanceNorm) and parent.track_running_stats:
             _forget_statistics(parent)
             changed.append(f"{path}: {_text(parent)} -> without running statistics")
-        for child_name, child in list(parent._modules.items()):
-            if isinstance(child, _BatchNorm):
+        for child_name, child in list(registered(parent)[2].items()):
+            if isinstance(child, BatchNorm):
                 name = f"{path}.{child_name}" if path else child_name
                 replaced[child] = replaced.get(child) or _group_norm(child, groups)
                 setattr(parent, child_name, replaced[child])
@@ -57,7 +56,7 @@ def fix(model: nn.Module, groups: int = 32) -> list[str]:
     return changed
 
 
-def _group_norm(old: _BatchNorm, groups: int) -> nn.GroupNorm:
+def _group_norm(old: BatchNorm, groups: int) -> nn.GroupNorm:
     channels = old.num_features
     most = 1 if isinstance(old, nn.BatchNorm1d) else max(1, min(groups, channels // 2))
     count = max(d for d in range(1, most + 1) if channels % d == 0)
@@ -67,7 +66,7 @@ def _group_norm(old: _BatchNorm, groups: int) -> nn.GroupNorm:
     return new.train(old.training)
 
 
-def _forget_statistics(norm: _InstanceNorm) -> None:
+def _forget_statistics(norm: InstanceNorm) -> None:
     norm.track_running_stats = False
     norm.running_mean = norm.running_var = norm.num_batches_tracked = None
 

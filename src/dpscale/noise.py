@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dpscale.checks import require
+from dpscale.engine.compat import foreach_add_
 
 
 class Key:
@@ -85,7 +86,7 @@ class Noise:
             for k, pieces in enumerate(_chunks([t for t in tensors if t.device == device])):
                 numbers, noise = self._rooms[device].like(k, pieces)
                 draw(numbers)
-                torch._foreach_add_(pieces, noise, alpha=std)
+                foreach_add_(pieces, noise, alpha=std)
 
 
 class _Room:

@@ -119,7 +119,7 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_why(monkeypatch, caplog):
     def refuse(*_, **__):
         raise RuntimeError("no compiler on this machine\nand more")
 
-    monkeypatch.setattr(module, "make_fx", refuse)
+    monkeypatch.setattr(module, "trace_on_fakes", refuse)
     with caplog.at_level(logging.WARNING, logger="dpscale"):
         compiled = train(run(compile=True))
     assert [r.getMessage() for r in caplog.records] == [

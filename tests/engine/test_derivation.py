@@ -9,6 +9,7 @@ from torch import nn
 
 import dpscale
 from dpscale.engine import capture as capturing
+from dpscale.engine.rules.pulled import Pulled
 
 from ..seeding import seeded
 from .cases import SCALINGS, Raw, check_equal, traced
@@ -23,6 +24,13 @@ def tied(x, table):
     """A head by the transposed table, an embedding by the table itself."""
     h = F.embedding((x[..., 0].abs() * 3).long() % 6, table) + x.mean(-1, keepdim=True)
     return torch.tanh(h) @ table.t()
+
+
+def changed_through_a_view(x, w):
+    """What is used was made by a clone, and then written by way of its transpose."""
+    copy = w.clone()
+    copy.t().mul_(w.detach().t() + 2)
+    return F.linear(x, copy)
 
 
 VIEWS = {  # a function of x (B, 3, 4) and of parameters
@@ -50,18 +58,45 @@ VIEWS = {  # a function of x (B, 3, 4) and of parameters
     "two-ways": (lambda x, w: F.linear(x, w.view(5, 4)) + F.linear(x, w.view(4, 5).t()), (20,)),
     "twice": (lambda x, w: x @ w.t() + torch.tanh(x) @ w.t(), (5, 4)),
     "tied": (tied, (6, 4)),
+    "movedim": (lambda x, w: x @ w.movedim(-1, -2), (5, 4)),
+    "swapaxes": (lambda x, w: x @ torch.swapaxes(w, 1, 1), (4, 4)),
+    "square-permute": (lambda x, w: x @ w.permute(dims=(-1, 0)), (4, 4)),
+    "square-movedim": (lambda x, w: x @ torch.movedim(w, (0, 1), (1, 0)), (4, 4)),
+    "adjoint": (lambda x, w: x @ w.mH @ w.H, (4, 4)),
+    "view-as": (lambda x, w: x * w.view_as(torch.empty(3, 4)), (12,)),
+    "unflatten": (lambda x, w: F.linear(x, w.unflatten(0, (-1, 4))), (20,)),
+    "keywords": (lambda x, w: x @ torch.transpose(dim0=0, dim1=1, input=w), (5, 4)),
+    "diagonal": (lambda x, w: x * w.diagonal(), (4, 5)),
+    "roll": (lambda x, w: F.linear(x, w.roll(1, 0)), (5, 4)),
+    "narrow": (lambda x, w: x * w.narrow(0, 1, 3), (5, 4)),
+    "overlapping-slices": (lambda x, w: F.linear(x, w[:5]) + F.linear(x.sin(), w[1:6]), (7, 4)),
+    "three-slices": (lambda x, w: F.linear(x, w[:2]) + F.linear(x.sin(), w[2:4]) * F.linear(x, w[-2:]), (6, 4)),
+    "interleaved": (lambda x, w: F.linear(x, w[::2]) + F.linear(x.sin(), w[1::2]), (6, 4)),
+    "numbered": (
+        lambda x, w: F.linear(x, w[0]) + F.linear(x.sin(), w[-1]) + F.linear(x.cos(), w[..., 1, :, :]),
+        (3, 5, 4),
+    ),
+    "pieces-of-a-transpose": (lambda x, w: sum(F.linear(x, part).sin() for part in w.t().split(2)), (4, 6)),
+    "tensor-split": (lambda x, w: sum(F.linear(x, part).sum(-1) for part in w.tensor_split((1, 3))), (6, 4)),
+    "changed-through-a-view": (changed_through_a_view, (5, 4)),
+    "taken-twice": (lambda x, w: x * w[[0, 2, 0]], (5, 4)),
+    "masked": (lambda x, w: x * w[torch.tensor([True, False, True, True])], (4, 4)),
     "not-an-isometry": (lambda x, w: F.linear(x, w * w), (5, 4)),
     "both": (lambda x, w: F.linear(x, (w * w).t()) + F.linear(x, w.t()), (4, 5)),
     "positions": (lambda x, w: x + F.embedding(torch.arange(3), w), (7, 4)),
     "positions-twice": (lambda x, w: x * F.embedding(torch.tensor([2, 0, 2]), w, padding_idx=0), (7, 4)),
     "positions-of-a-view": (lambda x, w: x + F.embedding(torch.arange(3), w.t()), (4, 7)),
     "positions-from-the-end": (lambda x, w: x + F.embedding(torch.arange(3), w, padding_idx=-5), (7, 4)),
+    "positions-unsqueezed": (lambda x, w: x + F.embedding(torch.arange(3), w).unsqueeze(0), (7, 4)),
+    "positions-cut": (lambda x, w: x * F.embedding(torch.tensor([1, 2, 1, 4]), w)[None, :3], (7, 4)),
     "expand": (lambda x, w: torch.cat([x, w.expand(len(x), -1, -1)], 1), (1, 2, 4)),
     "expand-new": (lambda x, w: torch.cat([x, w.expand(len(x), 2, -1)], 1), (1, 4)),
     "expand-view": (lambda x, w: torch.cat([x, w[None, None].expand(len(x), 2, -1)], 1), (4,)),
     "expand-as": (lambda x, w: x * w.expand_as(x), (3, 1)),
     "repeat": (lambda x, w: torch.cat([x, w.repeat(len(x), 1, 1)], 1), (1, 2, 4)),
     "repeat-tiles": (lambda x, w: torch.cat([x, w.repeat(len(x), 2, 2)], 1), (1, 3, 2)),
+    "tile": (lambda x, w: torch.cat([x, torch.tile(w, (len(x), 1, 2))], 1), (2, 2)),
+    "broadcast-to": (lambda x, w: x * torch.broadcast_to(w, x.shape), (3, 1)),
     "repeat-new": (lambda x, w: torch.cat([x, w.repeat(len(x), 1, 1)], 1), (2, 4)),
     "repeat-rows": (lambda x, w: torch.cat([x, w.repeat(len(x), 1).view(len(x), 2, 4)], 1), (2, 4)),
     "expand-product": (lambda x, w: torch.cat([x, (w * w).expand(len(x), -1, -1)], 1), (1, 2, 4)),
@@ -73,7 +108,10 @@ VIEWS = {  # a function of x (B, 3, 4) and of parameters
     ),
     "time-first": (lambda x, w: x + F.embedding(torch.arange(3)[:, None].expand(3, len(x)), w).transpose(0, 1), (7, 4)),
 }
-FORMED = {"not-an-isometry", "both", "expand-product", "stacked", "repeat-rows"}
+FORMED = {
+    "not-an-isometry", "both", "expand-product", "stacked", "repeat-rows", "changed-through-a-view", "taken-twice",
+    "masked",
+}  # fmt: skip
 """Those for which B gradients must go through autograd."""
 
 
@@ -107,6 +145,13 @@ def test_no_gradients_go_through_autograd_where_norms_are_kept(name, monkeypatch
     monkeypatch.setattr(combine, "_chained", lambda c, through: formed.extend(through) or chained(c, through))
     dpscale.scaled_sum(build(name), loss_fn, (randn(5, 3, 4),), SCALINGS[0])
     assert bool(formed) == (name in FORMED)
+
+
+@pytest.mark.parametrize("name", ["chunks", "unbind", "three-slices", "numbered", "pieces-of-a-transpose"])
+def test_pieces_without_common_entries_are_not_formed(name, monkeypatch):
+    """Their inner product is 0, so that their squared norms add up."""
+    monkeypatch.setattr(Pulled, "per_sample", lambda self: pytest.fail("B gradients were formed"))
+    dpscale.scaled_sum(build(name), loss_fn, (randn(5, 3, 4),), SCALINGS[0])
 
 
 @pytest.mark.parametrize("name", VIEWS)

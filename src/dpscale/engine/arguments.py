@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_structure
 
 from dpscale.checks import is_number, require
+from dpscale.engine.compat import tree_leaves, tree_structure
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.modules import Structure, structure
 

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from dpscale.engine.compat import version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules import Call, Form
 from dpscale.engine.rules.addition import total
-from dpscale.engine.rules.derivation import expanded, resolve
+from dpscale.engine.rules.derivation import Derived, expanded, resolve
 from dpscale.engine.rules.forms import Change, Dense, Drop, Packed, Widen
 from dpscale.engine.rules.generic import by_name, generic_forms, replay
 from dpscale.engine.tape.calls import out_of_place
@@ -35,14 +36,13 @@ def gradients(tapes: Sequence[Tape], grads: Sequence[Sequence[Tensor | None]]) -
     uses: dict[str, list[Form]] = {}
     for tape, arrived in zip(tapes, grads, strict=True):
         through: dict[str, list[Form]] = {}
-        names = {id(leaf): name for name, leaf in tape.leaves.items()}
         gradient = iter(arrived)
         for op in tape.ops:
             outputs = {k: g for k, g in zip(op.edges, gradient, strict=False) if g is not None}
             if outputs:
-                for key, form in _forms(op, outputs, tape.samples, names):
+                for key, form in _forms(op, outputs, tape.samples, tape.derived):
                     (through if key in tape.derived else uses).setdefault(key, []).append(form)
-        for name, form in _carried_back(tape, through, names):
+        for name, form in _carried_back(tape, through):
             uses.setdefault(name, []).append(form)
     return {name: total(forms).settle() for name, forms in uses.items()}
 
@@ -116,10 +116,12 @@ def _map(forms: Forms, change: Change) -> Forms:
     return {name: form.map(change) for name, form in forms.items()}
 
 
-def _forms(op: TapedOp, grads: dict[int, Tensor], samples: int, names: Mapping[int, str]) -> Iterator[tuple[str, Form]]:
+def _forms(
+    op: TapedOp, grads: dict[int, Tensor], samples: int, derived: Mapping[str, Derived]
+) -> Iterator[tuple[str, Form]]:
     """One operation's per-sample gradients, by the key of the tensor that they are for."""
-    for t, version in op.versions:
-        if t._version != version:
+    for t, then in op.versions:
+        if version(t) != then:
             raise UnsupportedModel(
                 f"A tensor that {getattr(op.function, '__name__', '?')} needs for the gradient of "
                 f"{next(iter(op.keys.values()))!r} was changed in place afterwards. Use the operation that is not "
@@ -127,9 +129,9 @@ def _forms(op: TapedOp, grads: dict[int, Tensor], samples: int, names: Mapping[i
             )
     site = op.site
     if site.role == "expanded":
-        (whole,), layout = op.args, site.layouts["out0"]
-        repeated = expanded(whole, grads[0], layout, samples)
-        found = repeated and resolve(repeated[0], whole, names, repeated[1])
+        layout = site.layouts["out0"]
+        repeated = expanded(derived[op.keys[0]], grads[0], layout, samples)
+        found = repeated and resolve(repeated[1], repeated[0], derived)
         yield found or (op.keys[0], Dense(_one_by_one(grads[0], layout, samples)))
         return
     flat, spec = by_name(op.args, op.kwargs)
@@ -160,14 +162,12 @@ def _one_by_one(g: Tensor, layout: Layout, samples: int) -> Tensor:
     return torch.stack([g.where(layout.spread(own[i], g), 0) for i in range(samples)])
 
 
-def _carried_back(
-    tape: Tape, through: Mapping[str, Sequence[Form]], names: Mapping[int, str]
-) -> Iterator[tuple[str, Form]]:
+def _carried_back(tape: Tape, through: Mapping[str, Sequence[Form]]) -> Iterator[tuple[str, Form]]:
     """Per-sample gradients of functions of parameters, carried back to the parameters themselves."""
     others: dict[str, Form] = {}
     for key, forms in through.items():
         form = total(forms)
-        found = resolve(form, tape.derived[key].tensor, names)
+        found = resolve(form, key, tape.derived)
         if found is None:
             others[key] = form
         else:

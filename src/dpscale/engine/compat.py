@@ -1,17 +1,144 @@
-"""Every private name of torch that the library touches, each with what replaces it if it goes."""
+"""Every private or experimental name of torch that the library uses, each with what to do if it goes.
 
-from collections.abc import Iterator, Mapping
+Other modules import these from here and touch no private name themselves, so that a new release of torch has to be
+checked in one place. What is slow to import is imported inside a function.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+# Tells tensors that stand for no values. If it goes: a dispatch mode that notes what it makes.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+# What all batch norms have in common, lazy ones too. If it goes: a tuple of nn.BatchNorm1d, nn.LazyBatchNorm1d, ….
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+# The same of instance norms.
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+
+# Other tensors in the place of a model's parameters. If it goes: torch.func.functional_call, for one call.
 from torch.nn.utils.stateless import _reparametrize_module
+
+# Nested containers to lists and back, as all of torch does it. If they go: the package optree has all of them.
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
+
+__all__ = [
+    "CHECKPOINT_GENERATOR", "BatchNorm", "FakeTensor", "InstanceNorm", "TreeSpec", "compile_graph", "foreach_add_",
+    "foreach_copy_", "foreach_div_", "foreach_mul_", "graph_pass", "in_transform", "keystr", "merge_equal",
+    "registered", "reparametrized", "step_pre_hooks", "storage", "trace_on_fakes", "tree_flatten", "tree_flatten_with_path",
+    "tree_leaves", "tree_map", "tree_structure", "tree_unflatten", "version",
+]  # fmt: skip
+
+# One launch for many tensors. If they go: a loop over Tensor.add_ and the like.
+foreach_add_: Callable[..., Any] = torch._foreach_add_
+foreach_copy_: Callable[..., Any] = torch._foreach_copy_
+foreach_div_: Callable[..., Any] = torch._foreach_div_
+foreach_mul_: Callable[..., Any] = torch._foreach_mul_
+
+# Where torch prepares to run a checkpointed region again. If it goes: whatever `checkpoint` then calls in its place.
+CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+
+def version(t: Tensor) -> int:
+    """How often a tensor, or what shares its memory, was written. If it goes: compare copies."""
+    return t._version
+
+
+def storage(t: Tensor) -> int:
+    """A number that tells a tensor's memory from any other's, fake ones included. If it goes: `StorageWeakRef`."""
+    number: int = t.untyped_storage()._cdata
+    return number
 
 
 @contextmanager
 def reparametrized(model: nn.Module, values: Mapping[str, Tensor] | None) -> Iterator[None]:
-    """The model with other tensors for its parameters. torch.func.functional_call does it for one call."""
+    """The model with other tensors for its parameters, tied ones too; None leaves it."""
     if values is None:
         yield
         return
     with _reparametrize_module(model, dict(values), tie_weights=True):
         yield
+
+
+def registered(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+    """A module's own parameters, buffers and children by name: with None, and with duplicates.
+
+    If they go: `named_parameters(recurse=False, remove_duplicate=False)` and its kin, which are slower and skip None.
+    """
+    return module._parameters, module._buffers, module._modules
+
+
+def in_transform(t: Tensor) -> bool:
+    """Whether a tensor is inside `torch.vmap` or another transformation of torch.func. If it goes: nothing public."""
+    inside: bool = torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return inside
+
+
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer's hooks before a step, in order. If it goes: `register_step_pre_hook`, which appends only."""
+    return optimizer._optimizer_step_pre_hooks
+
+
+def trace_on_fakes(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """A function as one graph of tensor operations, traced on fake tensors. If it goes: `torch.export`."""
+    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def compile_graph(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Tensor],
+    patches: dict[str, Any],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Compile a traced graph for inputs of these shapes. If it goes: `torch.compile`, which traces by itself.
+
+    Args:
+        patches: settings of the compiler, for this graph alone.
+        decompositions: what to take for an operation, beside the compiler's own.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    # Without an environment of shapes the compiler's cache on disk is passed by: every run would compile anew.
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    fakes = [fake.from_tensor(t, static_shapes=True) for t in inputs]
+    table: dict[Any, Callable[..., Any]] = {**select_decomp_table(), **decompositions}
+    compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=table)
+    return compiled  # type: ignore[no-any-return]
+
+
+def graph_pass(run: Callable[[torch.fx.Graph], None], identity: str) -> Any:
+    """A change of the compiler's graph, and its key in the compiler's cache. If it goes: a plain function, uncached."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> str:
+            return identity
+
+    return Pass()
+
+
+def merge_equal(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """The graph with equal operations on equal inputs merged. If it goes: leave it out, it only saves time."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    merged: torch.fx.Graph = fx_graph_cse(graph)
+    return merged

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from dpscale.engine.compat import FakeTensor, keystr, registered, tree_flatten_with_path, version
 
 
 _NUMBERS = (int, float, complex)
@@ -138,7 +138,7 @@ class Flags:
         """What a branch is most likely to ask of them; of one that the forward counts by itself, what it was at first,
         for the inspection has looked ahead."""
         for k, b in enumerate(self._buffers):
-            mark = b._version if b.is_cuda else b.item()  # to read from a GPU is to wait for it
+            mark = version(b) if b.is_cuda else b.item()  # to read from a GPU is to wait for it
             if mark != self._marks[k]:
                 if self._marks[k] is None or b not in COUNTERS:
                     self._kinds[k] = kind(b.item())

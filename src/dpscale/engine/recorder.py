@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from dpscale.engine import ScaledSum, backward, blueprints, check_losses, exactly, signature, trainable
 from dpscale.engine.tape.tape import Capture
 from dpscale.engine.combine import combine, edges, gradients
+from dpscale.engine.compat import tree_flatten, tree_leaves, tree_unflatten
 from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.modules import structure
 from dpscale.engine.taint import Watch

@@ -5,12 +5,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_leaves, tree_map
 
+from dpscale.engine.compat import tree_leaves, tree_map
 from dpscale.scaling import Scaling
 
 Points = Sequence[tuple[float, Mapping[str, Tensor]]]
+
+
+class _Loss(nn.Module):
+    """The loss as a module, because torch exchanges the parameters of a module's call alone."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.loss_fn(self.model, batch)
 
 
 def per_sample_gradients(
@@ -25,9 +35,9 @@ def per_sample_gradients(
         combined: dict[str, Tensor] = {}
         for coefficient, weights in points or [(1.0, dict(model.named_parameters()))]:
             at = {n: weights[n].detach().clone().requires_grad_() for n in names}
-            with _reparametrize_module(model, at, tie_weights=True):
-                loss = loss_fn(model, one).sum()
-                grads = torch.autograd.grad(loss, list(at.values()), allow_unused=True)
+            renamed = {f"model.{n}": t for n, t in at.items()}
+            loss = torch.func.functional_call(_Loss(model, loss_fn), renamed, (one,)).sum()
+            grads = torch.autograd.grad(loss, list(at.values()), allow_unused=True)
             for n, g in zip(names, grads, strict=True):
                 g = torch.zeros_like(at[n]) if g is None else g
                 combined[n] = combined.get(n, 0) + coefficient * g

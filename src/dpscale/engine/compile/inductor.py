@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from dpscale.engine.compat import compile_graph, graph_pass, merge_equal
 
 aten = torch.ops.aten
 
@@ -33,12 +33,6 @@ def _parts_of_torch_to_themselves() -> Iterator[None]:
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx  # slow to import, and eager users never need it
-    from torch._inductor.decomposition import select_decomp_table
-
-    # Without an environment of shapes the compiler's cache on disk is passed by: every run would compile anew.
-    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    fakes = [fake.from_tensor(t, static_shapes=True) for t in inputs]
     patches = {
         # What is rounded to 16 bits stays rounded: a norm must be that of the very numbers that are summed.
         "emulate_precision_casts": True,
@@ -49,9 +43,7 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[...
     if images:
         # Images are large: to compute a norm and its activation again costs less than to write and read them.
         patches |= {"realize_reads_threshold": 8, "realize_acc_reads_threshold": 16, "realize_opcount_threshold": 200}
-    table: dict[Any, Callable[..., Any]] = select_decomp_table() | CHEAPER
-    compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=table)
-    return compiled  # type: ignore[no-any-return]
+    return compile_graph(graph, inputs, patches, CHEAPER)
 
 
 def _mish(x: Tensor) -> Tensor:
@@ -91,27 +83,21 @@ def _passes(images: bool) -> Any:
     Args:
         images: whether it is.
     """
-    from torch._functorch.compile_utils import fx_graph_cse
-    from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class Passes(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            module = graph.owning_module
-            assert module is not None
-            # Rules compute some things again that the forward or backward had (a norm's statistics): once is enough.
-            # But equal draws are not the same draw.
-            merged = fx_graph_cse(graph)
-            if _draws(merged) == _draws(graph):
-                module.graph = merged
-            _pad_once(module.graph)
-            _add_in_place(module.graph)
-            for node in _shared(module.graph) if images else ():
-                node.meta["inductor_realize_to_strides"] = True
+    def run(graph: torch.fx.Graph) -> None:
+        module = graph.owning_module
+        assert module is not None
+        # Rules compute some things again that the forward or backward had (a norm's statistics): once is enough.
+        # But equal draws are not the same draw.
+        merged = merge_equal(graph)
+        if _draws(merged) == _draws(graph):
+            module.graph = merged
+        _pad_once(module.graph)
+        _add_in_place(module.graph)
+        for node in _shared(module.graph) if images else ():
+            node.meta["inductor_realize_to_strides"] = True
 
-        def uuid(self) -> str:
-            return f"dpscale-passes-4-{images}"  # goes into the key of the compiler's cache
-
-    return Passes()
+    return graph_pass(run, f"dpscale-passes-4-{images}")
 
 
 def _draws(graph: torch.fx.Graph) -> int:

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpscale.engine.arguments import LossFn, Points, kind_of, shapes_of
 from dpscale.engine.combine import gradients, weigh
+from dpscale.engine.compat import trace_on_fakes, tree_flatten, tree_leaves, tree_unflatten
 from dpscale.engine.compile.finite_flag import FiniteFlag, publish
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.evaluate import evaluate, exactly
@@ -63,7 +62,7 @@ def traced(step: Callable[..., Any], inputs: list[Tensor], last: bool) -> torch.
 
     def trace(last: bool) -> torch.fx.GraphModule:
         with channels_last(last):
-            return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+            return trace_on_fakes(step, inputs)
 
     try:
         return trace(last)

@@ -1,109 +1,185 @@
-"""Finds the way back from a function of parameters to the parameter, along autograd's graph.
+"""Finds the way back from a function of parameters to the parameter, along the operations that were recorded.
 
-A graph is followed while each node either copies, or keeps norms (`Pulled`), or can be taken into the form itself: an
-outer product is transposed by exchanging its operands; a lookup of rows turns their gradients into `Rows`. Whatever
-else is on the way (weight norm, a product) is for autograd itself: `resolve` then says None.
+They are followed while each either copies, or keeps norms (`Pulled`), or can be taken into the form itself: an outer
+product is transposed by exchanging its operands; a lookup of rows turns their gradients into `Rows`. Whatever else is
+on the way (weight norm, a product) is for autograd itself: `resolve` then returns None.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from dpscale.engine.compat import tree_leaves, version
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules.arithmetic import reduced
-from dpscale.engine.rules.embedding import Rows
+from dpscale.engine.rules.embedding import Embedding, Rows
 from dpscale.engine.rules.forms import Dense, Form, wide
 from dpscale.engine.rules.linear import Outer
-from dpscale.engine.rules.pulled import COPIES, ISOMETRIES, TRANSPOSES, Pulled, Step
+from dpscale.engine.rules.pulled import TRANSPOSES, Pulled, Step, named
 
-LEAF = "torch::autograd::AccumulateGrad"
-UNSIGNED = 1 << 63
-"""Autograd shows a saved -1 as 2⁶⁴ - 1."""
+COPIES = named("clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda")
+"""They give the same numbers, up to rounding."""
+
+CONJUGATES = named("H", "mH", "adjoint")
+PERMUTES = named("permute")
+EXCHANGES = named("t", "T", "mT") | CONJUGATES
+"""Transposes that exchange a matrix's dimensions without being told which."""
+
+EXPANDS = named("expand", "expand_as", "broadcast_to")
+REPEATS = named("repeat", "tile")
+LOOKUPS = frozenset(Embedding.functions)
 
 
-def resolve(
-    form: Form, derived: Tensor, names: Mapping[int, str], start: Step | None = None
-) -> tuple[str, Form] | None:
-    """The parameter that ``derived`` is made of, by name, and the form of its gradients; None if autograd must say it.
+@dataclass(frozen=True)
+class Derived:
+    """A function of parameters alone, and the operation that made it.
+
+    Attributes:
+        tensor: the function's value, with its autograd graph.
+        function, args, kwargs: the operation as it ran.
+        sources: where the flattened arguments hold a parameter or another derived tensor -> its key.
+        output: which of the operation's flattened outputs ``tensor`` is.
+        version: of the tensor when it was made. Another one now: it was changed in place, perhaps through a view.
+    """
+
+    tensor: Tensor
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sources: Mapping[int, str]
+    output: int
+    version: int
+
+    @property
+    def position(self) -> int | None:
+        """The source that a copy, a view or a lookup is of: its first argument, by whatever name; None if unclear."""
+        if 0 in self.sources:
+            return 0
+        return next(iter(self.sources)) if len(self.sources) == 1 else None
+
+    @property
+    def source(self) -> Tensor | None:
+        """That argument; None where the way back from here is not the adjoint of the recorded operation alone."""
+        if self.position is None or version(self.tensor) != self.version:
+            return None
+        source: Tensor = tree_leaves((self.args, self.kwargs))[self.position]
+        comparable = source.device == self.tensor.device and source.is_complex() == self.tensor.is_complex()
+        return source if comparable else None
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a transposition of a matrix exchanges its dimensions."""
+        if self.function in EXCHANGES:
+            return True
+        numbers = [k for k in tree_leaves((self.args, self.kwargs)) if isinstance(k, int)]
+        if self.function in PERMUTES:
+            return numbers[0] % 2 == 1
+        return (numbers[0] - numbers[len(numbers) // 2]) % 2 == 1  # from, to
+
+
+def resolve(form: Form, key: str, derived: Mapping[str, Derived]) -> tuple[str, Form] | None:
+    """The parameter that a tensor is made of, by name, and the form of its gradients; None if autograd must find them.
 
     Args:
-        form: per-sample gradients of ``derived``, or of what ``start`` leads to.
-        derived: a function of parameters, with its graph.
-        names: of the parameters, by id.
-        start: where in the graph to begin, if not at ``derived``.
+        form: per-sample gradients of the tensor.
+        key: of the tensor: of a derived one, or a parameter's name.
+        derived: the functions of parameters, by key.
     """
-    if derived.grad_fn is None:
-        return names[id(derived)], form
-    step = start or Step(derived.grad_fn, derived.output_nr)
     path: list[Step] = []
-    while step.name != LEAF:
-        if step.name == "EmbeddingBackward0" and not path and isinstance(form, Dense) and _plain_lookup(step.node):
-            rows = form.grad_B.flatten(1, -2)
-            form = looked_up(step.node, step.node._saved_indices.flatten().expand(len(rows), -1), rows)
-        elif step.name in TRANSPOSES and not path and isinstance(form, Outer):
-            form = Outer(form.g_BTO, form.a_BTI) if _exchanges(step) else form
-        elif step.name in ISOMETRIES:
-            path.append(step)
-        elif step.name not in COPIES:
+    while key in derived:
+        made = derived[key]
+        source, position = made.source, made.position
+        if source is None or position is None or (source.is_complex() and made.function in CONJUGATES):
             return None
-        step = Step(*step.node.next_functions[0])
-    leaf = step.node.variable
-    if leaf.device != derived.device or leaf.is_complex() != derived.is_complex():
-        return None
-    return names[id(leaf)], Pulled(form, tuple(path)) if path else form
+        if made.function in LOOKUPS:
+            if path and isinstance(form, Dense):  # no larger than what was looked up
+                form, path = Dense(Pulled(form, tuple(path)).per_sample()), []
+            table = looked_up(made, form) if isinstance(form, Dense) else None
+            if table is None:
+                return None
+            form = table
+        elif made.function in TRANSPOSES and not path and isinstance(form, Outer) and source.ndim == 2:
+            form = Outer(form.g_BTO, form.a_BTI) if made.exchanges else form
+        elif made.function not in COPIES:
+            step = Step.of(made.function, made.args, made.kwargs, position, made.output, made.tensor)
+            if step is None:
+                return None
+            path.append(step)
+        key = made.sources[position]
+    return key, Pulled(form, tuple(path)) if path else form
 
 
-def expanded(whole: Tensor, g: Tensor, layout: Layout, samples: int) -> tuple[Form, Step] | None:
-    """Per-sample gradients of what was repeated once per sample to make ``whole``, and where the way back goes on.
+def expanded(made: Derived, g: Tensor, layout: Layout, samples: int) -> tuple[str, Form] | None:
+    """What was repeated once per sample, by its key, and the form of its gradients; None where that is not clear.
 
     Sample i's gradient is g in i's rows and zero elsewhere, summed over the repetitions. `expand` and `repeat` repeat
-    alike for every sample, so that is a sum within i's rows; a lookup of rows of a table is `Rows`. None for others.
+    alike for every sample, so that is a sum within i's rows; a lookup of rows of a table is `Rows`.
+
+    Args:
+        made: the tensor with rows for every sample.
+        g: its gradient.
+        layout: where the samples are in it.
+        samples: B.
     """
-    node: Any = whole.grad_fn
-    if node is None or node.name() not in ("ExpandBackward0", "RepeatBackward0", "EmbeddingBackward0"):
+    source, position = made.source, made.position
+    if source is None or position is None:
         return None
     rows = layout.per_sample(wide(g), samples)
     form: Form
-    if node.name() == "EmbeddingBackward0":
-        index = node._saved_indices
-        if not _plain_lookup(node) or layout.dim >= index.ndim:
+    if made.function in LOOKUPS:
+        lookup = _Lookup.of(made)
+        if lookup is None or layout.dim >= lookup.index.ndim:
             return None
-        form = looked_up(node, layout.per_sample(index, samples).flatten(1), rows.flatten(1, -2))
-    else:
-        sizes = node._saved_self_sym_sizes
+        form = lookup.rows(layout.per_sample(lookup.index, samples).flatten(1), rows.flatten(1, -2))
+    elif made.function in EXPANDS | REPEATS:
+        sizes = source.shape
         batch = layout.dim - (g.ndim - len(sizes))  # the batch's dimension, counted in the parameter's own
         if batch >= 0 and sizes[batch] != 1:
             return None
-        form = Dense(reduced(untiled(rows, sizes) if node.name() == "RepeatBackward0" else rows, sizes))
-    return form, Step(*node.next_functions[0])
+        form = Dense(reduced(untiled(rows, sizes) if made.function in REPEATS else rows, sizes))
+    else:
+        return None
+    return made.sources[position], form
 
 
-def looked_up(node: Any, index_BT: Tensor, g_BTD: Tensor) -> Rows:
-    """The gradients of a table, from those of the rows that were looked up."""
-    padding = node._saved_padding_idx
-    if padding < UNSIGNED:
-        g_BTD = g_BTD.masked_fill((index_BT == padding).unsqueeze(2), 0)
-    return Rows(index_BT, g_BTD, node._saved_weight_sym_argsize_0)
+def looked_up(made: Derived, form: Dense) -> Rows | None:
+    """The gradients of a table, from those of the rows that were looked up for all samples alike."""
+    lookup = _Lookup.of(made)
+    if lookup is None:
+        return None
+    rows = form.per_sample().flatten(1, -2)
+    return lookup.rows(lookup.index.flatten().expand(len(rows), -1), rows)
 
 
-def untiled(rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
+@dataclass(frozen=True)
+class _Lookup:
+    """A call of `torch.embedding` whose gradient is a plain sum."""
+
+    index: Tensor
+    padding: int
+    table: int
+
+    @classmethod
+    def of(cls, made: Derived) -> "_Lookup | None":
+        arguments = Embedding().bind(made.args, made.kwargs)
+        index = arguments.get("input", arguments.get("indices"))
+        if index is None or arguments.get("scale_grad_by_freq") or arguments.get("sparse"):
+            return None
+        return cls(index, arguments.get("padding_idx", -1), len(arguments["weight"]))
+
+    def rows(self, index_BT: Tensor, g_BTD: Tensor) -> Rows:
+        if self.padding >= 0:
+            g_BTD = g_BTD.masked_fill((index_BT == self.padding).unsqueeze(2), 0)
+        return Rows(index_BT, g_BTD, self.table)
+
+
+def untiled(rows: Tensor, sizes: torch.Size) -> Tensor:
     """Sum over the tiles of `repeat` within each sample; dimensions of size 1 and new ones are left to `reduced`."""
     missing = rows.ndim - 1 - len(sizes)
     for d, n in enumerate(sizes):
         if n != 1:
             rows = rows.unflatten(1 + missing + d, (-1, n)).sum(1 + missing + d)
     return rows
-
-
-def _plain_lookup(node: Any) -> bool:
-    return not (node._saved_scale_grad_by_freq or node._saved_sparse)
-
-
-def _exchanges(step: Step) -> bool:
-    """Whether a transposition of a matrix exchanges its dimensions."""
-    if step.name == "TBackward0":
-        return True
-    if step.name == "PermuteBackward0":
-        return bool(step.node._saved_dims[0] % 2 == 1)
-    return bool((step.node._saved_dim0 - step.node._saved_dim1) % 2 == 1)

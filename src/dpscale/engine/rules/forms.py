@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dpscale.engine.compat import storage
+
 PACK = 1 << 14
 """Gradients of no more numbers than this per sample are put side by side with others."""
 
@@ -211,7 +213,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     """
     views = [
         # A view may also be read with another sign: `z.imag` and `z.conj().imag` lie at one place.
-        (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype, t.is_neg(), t.is_conj())
+        (storage(t), t.storage_offset(), t.shape, t.stride(), t.dtype, t.is_neg(), t.is_conj())
         for t in (a, b)
     ]
     return views[0] == views[1] and a.element_size() > 2

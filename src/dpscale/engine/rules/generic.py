@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from dpscale.engine.compat import tree_flatten, tree_leaves, tree_unflatten
 from dpscale.engine.rules.base import Call
 from dpscale.engine.rules.forms import Dense, Form, wide
 

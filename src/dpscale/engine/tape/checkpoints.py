@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
+from dpscale.engine.compat import CHECKPOINT_GENERATOR
+
 _watched = 0
 _originals: dict[str, Any] = {}
 
@@ -35,7 +37,7 @@ class _Reentrant:
         return run(*args)
 
 
-_PLAIN = {"_checkpoint_without_reentrant_generator": _region, "CheckpointFunction": _Reentrant}
+_PLAIN = {CHECKPOINT_GENERATOR: _region, "CheckpointFunction": _Reentrant}
 
 
 def suspend() -> None:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpscale.engine.compat import tree_flatten, tree_unflatten, version
 from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Rule
+from dpscale.engine.rules.derivation import Derived
 from dpscale.engine.tape import channels
 from dpscale.engine.tape.calls import as_now, in_place, out_of_place, result, tensors_in
 from dpscale.engine.tape.checkpoints import resume, suspend
@@ -124,25 +125,6 @@ class TapedOp:
     keys: dict[int, str]
     edges: dict[int, GradientEdge]
     versions: list[tuple[Tensor, int]]
-
-
-@dataclass(frozen=True)
-class Derived:
-    """A function of parameters alone, and the call that made it.
-
-    Attributes:
-        tensor: with its graph back to the parameters.
-        function, args, kwargs: the call.
-        sources: position among the flattened arguments -> key of the parameter, or of another such tensor.
-        output: which of the call's flattened outputs it is.
-    """
-
-    tensor: Tensor
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    sources: dict[int, str]
-    output: int
 
 
 class Watched:
@@ -257,7 +239,7 @@ class Tape(ParameterOps):
             args, kwargs = tree_unflatten(standing, spec)
             out = func(*args, **kwargs)
             if site.role == "shared":
-                self.derive(op, args, kwargs, keys, result(func, args, out))
+                self.derive(op, func, args, kwargs, keys, result(func, args, out))
             return out
         if site.role == "expanded":
             return self.expand(op, site, standing, spec, keys)
@@ -270,8 +252,9 @@ class Tape(ParameterOps):
     def expand(self, op: OpName, site: Site, standing: list[Any], spec: Any, keys: dict[int, str]) -> Any:
         """Repeat a parameter once per sample; what comes of it is data."""
         args, kwargs = tree_unflatten(standing, spec)
-        whole = out_of_place(op.function)(*args, **kwargs)
-        key = self.derive(op, args, kwargs, keys, whole, met=False)
+        run = out_of_place(op.function)
+        whole = run(*args, **kwargs)
+        key = self.derive(op, run, args, kwargs, keys, whole, met=False)
         out = whole.view_as(whole) if self._attached else self._sourced(lambda: whole.detach())
         self.tape(op.function, site, (whole,), {}, {0: key}, out)
         return args[0].copy_(out) if in_place(op.function) else out
@@ -300,15 +283,15 @@ class Tape(ParameterOps):
         return channels.between(func, args, kwargs)
 
     def derive(
-        self, op: OpName, args: tuple[Any, ...], kwargs: dict[str, Any], keys: dict[int, str], out: Any,
-        met: bool = True,
+        self, op: OpName, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        keys: dict[int, str], out: Any, met: bool = True,
     ) -> str:  # fmt: skip
-        """Remember a function of parameters; with ``met``, later operations on it are met as on a parameter."""
+        """Record a function of parameters; with ``met``, later operations on it are met as on a parameter."""
         key = ""
         for k, t in enumerate(tree_flatten(out)[0]):
             if isinstance(t, Tensor) and t.requires_grad:
                 key = f"{getattr(op.function, '__name__', '?')}({', '.join(op.names)})#{op.ordinal}.{k}"
-                self.derived[key] = Derived(t, op.function, args, kwargs, keys, k)
+                self.derived[key] = Derived(t, func, args, kwargs, keys, k, version(t))
                 if met:
                     self.keys[id(t)] = key
                     self.stand_in[id(t)] = t
@@ -325,7 +308,7 @@ class Tape(ParameterOps):
             layout = site.layouts[f"out{k}"]
             if t.ndim <= layout.dim or layout.split(t.shape[layout.dim], self.samples) is None:
                 raise UnknownOperation
-        versions = [(t, t._version) for t in tensors_in(args, kwargs)]
+        versions = [(t, version(t)) for t in tensors_in(args, kwargs)]
         if site.rule is None and site.role == "rows":  # to be replayed, and at the precision at which it runs now
             func = as_now(func, tensors_in(args, kwargs))
         edges = {k: get_gradient_edge(t) for k, t in outputs.items()}

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from dpscale.engine.combine import gradients
+from dpscale.engine.compat import tree_leaves
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout, candidates
 from dpscale.engine.phases import still_at

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_leaves
 
+from dpscale.engine.compat import tree_flatten, tree_leaves
 from dpscale.engine.tape.calls import as_now, result, tensors_in
 from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, enter
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+
+from dpscale.engine.compat import tree_leaves, tree_map
 
 Features = NDArray[np.float64]
 """(B, F): numbers that tell the rows of a batch apart."""

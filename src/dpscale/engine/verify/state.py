@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpscale.engine.compat import version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import variables_of
 from dpscale.engine.modules import COUNTERS, PLAIN, is_integer_scalar
@@ -40,7 +41,7 @@ class Surroundings:
         for path, value in self._walk():
             if isinstance(value, Tensor):
                 if not value.is_meta and (path.startswith("model") or value.numel() <= _NUMBERS):
-                    self._tensors.append((path, value, value.detach().clone(), value._version))
+                    self._tensors.append((path, value, value.detach().clone(), version(value)))
             elif isinstance(value, dict | list | set | deque):
                 self._containers.append((value, value.copy()))
         self._before = self.now()
@@ -53,7 +54,7 @@ class Surroundings:
                 continue
             if isinstance(value, Tensor):
                 small = not value.is_meta and value.numel() <= _NUMBERS
-                found[path] = value.detach().clone() if small else (value.shape, value._version)
+                found[path] = value.detach().clone() if small else (value.shape, version(value))
             elif isinstance(value, (*PLAIN, torch.dtype)):
                 found[path] = value
         return found
@@ -75,14 +76,14 @@ class Surroundings:
                 container.clear()
                 container.extend(content)
         changed = []
-        for path, t, value, version in self._tensors:
+        for path, t, value, then in self._tensors:
             if t.shape != value.shape or t.dtype != value.dtype:
                 t.data = value.clone()
-            elif t._version == version and not isinstance(t, nn.Parameter) and t.requires_grad:
+            elif version(t) == then and not isinstance(t, nn.Parameter) and t.requires_grad:
                 continue
             elif not _equal(t.detach(), value):
                 t.data.copy_(value)  # by .data: a graph that saved it may still be walked
-            elif t._version == version or not isinstance(t, nn.Parameter):
+            elif version(t) == then or not isinstance(t, nn.Parameter):
                 continue
             if isinstance(t, nn.Parameter):
                 changed.append(path.removeprefix("model."))
