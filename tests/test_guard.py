@@ -265,7 +265,7 @@ def test_a_closure_that_is_called_twice_needs_two_releases():
 def test_lbfgs_is_refused_in_any_wrapper():
     model = mlp()
     for wrap in (lambda optimizer: optimizer, Inside):
-        with pytest.raises(ValueError, match="must be one that steps once per gradient. Got 'LBFGS'"):
+        with pytest.raises(ValueError, match=r"must be one that steps once per gradient. Got 'LBFGS'"):
             private(model, optimizer=wrap(torch.optim.LBFGS(model.parameters())))
 
 
