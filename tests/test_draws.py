@@ -104,6 +104,7 @@ def test_draws_are_released_in_any_order_and_each_once(how):
     with pytest.raises(RuntimeError, match=r"draw 2, which was released already\. No draw is outstanding\."):
         run.step(copy.deepcopy(second), loss_fn)
     assert run.steps_taken == 3
+    assert next(run.batches(data())).draw.number == 4
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -438,6 +439,7 @@ def test_a_parameter_that_the_optimizer_was_given_later_is_not_trained():
 
 def test_a_hook_that_was_registered_later_comes_before_the_look_at_gradients():
     run = private()
+    one_step(run, data())
     before = vector(run.model)
 
     def plain(optimizer, args, kwargs):
