@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_leaves
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.checks import out_of_memory
 from dpscale.engine import ScaledSum
@@ -174,6 +176,34 @@ def chosen_rows(tensors: Sequence[Tensor], draws: Iterable[Indices]) -> Iterator
         chosen = torch.from_numpy(indices)
         there = {device: chosen.to(device, non_blocking=True) for device in {t.device for t in tensors}}
         yield tuple(t[there[t.device]] for t in tensors)
+
+
+def fetched(
+    dataset: Dataset[Any], loader: Mapping[str, Any], draws: Iterable[Indices]
+) -> Iterator[tuple[Indices, Any]]:
+    """(What was drawn, the data of it.) For an empty draw sample 0 shows the shape, and its values are blanked."""
+    waiting: list[Indices] = []
+
+    def rows() -> Iterator[Indices]:
+        for indices in draws:
+            waiting.append(indices)
+            yield indices if len(indices) else np.zeros(1, dtype=np.int64)
+
+    counted: Iterable[tuple[int, Any]]
+    if type(dataset) is TensorDataset and not loader:
+        counted = ((len(data[0]), data) for data in chosen_rows(dataset.tensors, rows()))
+    else:
+        collate = Counted(loader.get("collate_fn") or default_collate)
+        chosen = (indices.tolist() for indices in rows())
+        counted = DataLoader(dataset, batch_sampler=chosen, **{**loader, "collate_fn": collate})
+    for count, data in counted:
+        indices = waiting.pop(0)
+        if count != (wanted := max(1, len(indices))):
+            raise ValueError(
+                f"The dataset gave {count} samples where {wanted} were drawn. Which of them are missing cannot be "
+                "told. Give a sample for each index: one that cannot be read may be a constant, such as zeros."
+            )
+        yield indices, data if len(indices) else neutral(data, count)
 
 
 def rows_of(data: Any) -> int | None:

@@ -2,19 +2,18 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
-from dpscale.batches import Batch, Batches, Counted, Padding, chosen_rows, device_of, neutral, part_of, rows_of
+from dpscale.batches import Batch, Batches, Padding, device_of, fetched, part_of, rows_of
 from dpscale.checks import out_of_memory, require, require_count
 from dpscale.engine import LossFn, ScaledSum, check_losses, require_finite, trainable
 from dpscale.engine.engine import Engine
@@ -24,7 +23,7 @@ from dpscale.momentum import MomentumState
 from dpscale.noise import Key, Noise
 from dpscale.plan import Plan
 from dpscale.run import RunState
-from dpscale.sampling import Draw, Indices
+from dpscale.sampling import Draw
 
 log = logging.getLogger("dpscale")
 
@@ -217,7 +216,7 @@ class Private:
             self._engine.recorder.stop()
         drawn = self.plan.sampling.draws(self._key.generator(_stream(state.stream)), start=state.handed_out)
         try:
-            for indices, data in _fetched(dataset, loader, islice(drawn, count)):
+            for indices, data in fetched(dataset, loader, islice(drawn, count)):
                 with state.lock:
                     if this != state.loop:
                         raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
@@ -443,6 +442,13 @@ def privatize(
         >>> private.steps_taken, private.epsilon(1e-4) <= 3
         (3, True)
     """
+    _check_arguments(model, optimizer, plan, micro_batch)
+    if compile is None:
+        compile = all(p.is_cuda for p in model.parameters())
+    return Private(model, optimizer, plan, seed, micro_batch, compile)
+
+
+def _check_arguments(model: nn.Module, optimizer: Optimizer, plan: Plan, micro_batch: int | None) -> None:
     require(plan.noise_multiplier is not None, "privatize", "plan", "calibrated", "a plan without a noise multiplier",
             "Call plan.calibrate(epsilon=..., delta=...), or give noise_multiplier.")  # fmt: skip
     require(plan.steps is not None, "privatize", "plan", "one that says how many steps", "a plan without steps",
@@ -454,9 +460,6 @@ def privatize(
     lbfgs = any(isinstance(one, torch.optim.LBFGS) for one in wrapped(optimizer))
     require(not lbfgs, "privatize", "optimizer", "one that steps once per gradient", "LBFGS",
             "It evaluates the loss several times a step, which would be several releases.")  # fmt: skip
-    if compile is None:
-        compile = all(p.is_cuda for p in model.parameters())
-    return Private(model, optimizer, plan, seed, micro_batch, compile)
 
 
 def _require_one_process() -> None:
@@ -502,34 +505,6 @@ def _memory_advice(rows: int) -> Iterator[None]:
 def _stream(number: int) -> str:
     """The label of a stream of draws. A resumed run has another than the one before it."""
     return f"sampling/{number}" if number else "sampling"
-
-
-def _fetched(
-    dataset: Dataset[Any], loader: Mapping[str, Any], draws: Iterable[Indices]
-) -> Iterator[tuple[Indices, Any]]:
-    """(What was drawn, the data of it.) For an empty draw sample 0 shows the shape, and its values are blanked."""
-    waiting: list[Indices] = []
-
-    def rows() -> Iterator[Indices]:
-        for indices in draws:
-            waiting.append(indices)
-            yield indices if len(indices) else np.zeros(1, dtype=np.int64)
-
-    fetched: Iterable[tuple[int, Any]]
-    if type(dataset) is TensorDataset and not loader:
-        fetched = ((len(data[0]), data) for data in chosen_rows(dataset.tensors, rows()))
-    else:
-        collate = Counted(loader.get("collate_fn") or default_collate)
-        chosen = (indices.tolist() for indices in rows())
-        fetched = DataLoader(dataset, batch_sampler=chosen, **{**loader, "collate_fn": collate})
-    for count, data in fetched:
-        indices = waiting.pop(0)
-        if count != (wanted := max(1, len(indices))):
-            raise ValueError(
-                f"The dataset gave {count} samples where {wanted} were drawn. Which of them are missing cannot be "
-                "told. Give a sample for each index: one that cannot be read may be a constant, such as zeros."
-            )
-        yield indices, data if len(indices) else neutral(data, count)
 
 
 def _nothing(parameters: Parameters, device: torch.device) -> ScaledSum:
