@@ -66,7 +66,7 @@ def stepping(name: str) -> tuple[Callable[[], None], nn.Module]:
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
     private = dpscale.privatize(model, optimizer, plan, seed=0, compile=True)
-    private._fast = Fast(model, answered)
+    private._engine._fast = Fast(model, answered)
     batches = iter(private.batches(TensorDataset(x, torch.randint(0, 10, (64,)))))
 
     def step() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpscale.sampling import SAMPLERS, FixedSize, FullBatch, Poisson, Sampling, Shuffled, pad
+from dpscale.sampling import SAMPLERS, Draw, FixedSize, FullBatch, Poisson, Sampling, Shuffled
 
 
 def make(name: str, size: int, batch: int) -> Sampling:
@@ -42,15 +42,12 @@ def test_indices_are_in_range_and_without_duplicates(name, size_batch, seed):
 
 @given(names, sizes, seeds)
 @settings(max_examples=100, deadline=None)
-def test_padding_keeps_every_index_and_masks_the_rest(name, size_batch, seed):
-    sampling = make(name, *size_batch)
-    physical = sampling.physical_batch
-    for indices in draws(sampling, 5, seed=seed):
-        draw = pad(indices, physical)
-        assert len(draw.indices) == len(draw.mask) == max(1, math.ceil(len(indices) / physical)) * physical
-        assert draw.indices.dtype == np.int64 and draw.mask.dtype == np.bool_
-        np.testing.assert_array_equal(draw.indices[draw.mask], indices)
-        assert not draw.indices[~draw.mask].any()
+def test_a_draw_has_a_row_for_every_index(name, size_batch, seed):
+    for number, indices in enumerate(draws(make(name, *size_batch), 5, seed=seed), 1):
+        draw = Draw.of(number, indices)
+        assert draw.number == number and draw.mask.dtype == np.bool_
+        np.testing.assert_array_equal(draw.indices, indices)
+        assert draw.mask.tolist() == ([True] * len(indices) or [False])
 
 
 @given(sizes, seeds)
@@ -189,14 +186,13 @@ def test_trap_07_the_expected_batch_is_a_constant_without_a_floor():
     assert Poisson(size=59_999, batch=512).batch == Poisson(size=60_001, batch=512).batch == 512
 
 
-def test_trap_19_an_empty_batch_is_one_masked_physical_batch():
+def test_trap_19_an_empty_draw_is_one_masked_row():
     sampling = Poisson(size=1000, batch=1)
     batches = draws(sampling, 50)
     empty = [b for b in batches if len(b) == 0]
     assert empty, "a Poisson batch of expectation 1 is empty once in e times"
-    draw = pad(empty[0], sampling.physical_batch)
-    assert draw.indices.shape == draw.mask.shape == (sampling.physical_batch,)
-    assert not draw.mask.any() and not draw.indices.any()
+    draw = Draw.of(1, empty[0])
+    assert draw.mask.tolist() == [False] and not len(draw.indices)
 
 
 def test_trap_26_steps_are_counted_exactly():
@@ -254,7 +250,6 @@ def test_adjacencies():
         (lambda: Poisson(size=10, batch=2).event(-1.0, 1), r"'noise_multiplier'.*>= 0. Got -1.0"),
         (lambda: Poisson(size=10, batch=2).event(1.0, -1), r"'steps' parameter of Poisson.event.*Got -1"),
         (lambda: Poisson(size=10, batch=2).draws(np.random.default_rng(0), start=-1), r"'start'.*Got -1"),
-        (lambda: pad(np.arange(3), 0), r"'physical' parameter of pad.*Got 0"),
     ],
 )
 def test_errors_name_the_argument_and_the_next_action(call, text):

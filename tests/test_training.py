@@ -8,7 +8,6 @@ import logging
 import pickle
 import re
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -345,24 +344,16 @@ def collated(kind, samples):
 
 
 @pytest.mark.parametrize("kind", ["mapping", "named", "nested", "words"])
-def test_batches_of_any_usual_kind_are_padded(kind):
-    for batch in private(steps=3, micro_batch=7).batches(
-        Numbered(), collate_fn=lambda samples: collated(kind, samples)
-    ):
+def test_batches_of_any_usual_kind_have_the_rows_drawn(kind):
+    for batch in private(steps=3).batches(Numbered(), collate_fn=lambda samples: collated(kind, samples)):
         if kind == "nested":
             x, (y, rest, text) = batch[0]["x"], batch[1]
             assert (rest.ndim, text) == (0, "all of them")
         else:
             x, y = (batch["x"], batch["y"]) if kind == "mapping" else batch[:2]
-        assert type(batch) is type(collated(kind, [Numbered()[0]]))
-        assert len(x) == len(y) and len(x) % 7 == 0
-        assert kind != "words" or len(batch[2]) == len(x)
-
-
-def test_a_batch_that_cannot_be_padded_is_refused():
-    run = private()
-    with pytest.raises(ValueError, match=r"collate_fn must return tensors, or tuples.*Got SimpleNamespace instead"):
-        next(run.batches(Numbered(), collate_fn=lambda samples: SimpleNamespace(x=1)))
+        assert type(batch.data) is type(collated(kind, [Numbered()[0]]))
+        assert len(x) == len(y) == len(batch.draw.indices)
+        assert kind != "words" or batch[2] == [f"sample {i}" for i in batch.draw.indices]
 
 
 def test_what_a_dataset_or_a_collate_function_does_is_done():
@@ -381,8 +372,7 @@ def test_what_a_dataset_or_a_collate_function_does_is_done():
         (3, private(steps=1).batches(data(), collate_fn=tripled)),
     ):
         (batch,) = found
-        drawn = int((plain[0] != plain[0][-1]).any(1).sum())  # the rest is padding
-        assert torch.equal(batch[0][:drawn], factor * plain[0][:drawn]) and len(batch[0]) == len(plain[0])
+        assert torch.equal(batch[0], factor * plain[0])
 
 
 def test_a_look_at_a_batch_uses_none_up():
@@ -411,6 +401,7 @@ def test_shuffled_batches_that_are_left_out_are_paid_for():
             assert (run.steps_taken, twice) == (2, 2)  # two releases of one sample after two steps of three per epoch
             assert run.epsilon(delta=1e-4) == run.plan.epsilon(delta=1e-4, steps=4)
     assert run.steps_taken == 4 and run.epsilon(delta=1e-4) == run.plan.epsilon(delta=1e-4)
+    assert not list(run.batches(data()))
     with pytest.raises(dpscale.BudgetExhausted):
         run.step(batch, loss_fn)
 
@@ -463,14 +454,21 @@ def test_an_evaluation_may_use_gradients():
     assert torch.equal(vector(run.model), train(private()))
 
 
-def test_an_optimizer_of_its_own_trains_on_public_data():
+def test_training_on_public_data_is_said_to_be_so():
     run = private()
     public = torch.optim.SGD(run.model.parameters(), lr=0.1)
-    before = vector(run.model)
-    loss_fn(run.model, data()[:8]).mean().backward()
-    public.step()
-    public.zero_grad()
-    assert not torch.equal(vector(run.model), before)
+    for optimizer in (public, run.optimizer):
+        before = vector(run.model)
+        loss_fn(run.model, data()[:8]).mean().backward()
+        with pytest.raises(RuntimeError, match=r"A plain backward.*inside `with private.public_data\(\):`"):
+            optimizer.step()
+        assert torch.equal(vector(run.model), before)
+        with run.public_data():
+            optimizer.step()
+        assert not torch.equal(vector(run.model), before)
+        with pytest.raises(RuntimeError, match="A plain backward"):
+            optimizer.step()
+        optimizer.zero_grad()
     train(run)
 
 
@@ -478,7 +476,7 @@ def test_a_step_without_a_private_backward_is_refused():
     run = private()
     for x, y in run.batches(data()):
         F.cross_entropy(run.model(x), y).backward()  # reaches no parameter: the forward was recorded
-        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called while a drawn batch waits.*backward"):
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called while a drawn batch is outst.*backward"):
             run.optimizer.step()
         break
     assert run.steps_taken == 0
@@ -557,9 +555,11 @@ def test_copies_of_a_model_are_none_of_the_run_s_business(tmp_path):
         run.model(batch[0])
         torch.save(run.model, tmp_path / "model")
         for other in (copy.deepcopy(run.model), torch.load(tmp_path / "model", weights_only=False)):
-            recorded = len(run._recorder._captures)
+            recorded = len(run._engine.recorder._captures)
             loss_fn(other, batch).mean().backward()
-            assert all(p.grad is not None for p in other.parameters()) and len(run._recorder._captures) == recorded
+            assert (
+                all(p.grad is not None for p in other.parameters()) and len(run._engine.recorder._captures) == recorded
+            )
         run.step(batch, loss_fn)
     assert torch.equal(vector(run.model), train(private()))
 
@@ -592,28 +592,10 @@ def test_more_rows_than_samples_are_refused():
         return x.repeat_interleave(2, 0), y.repeat_interleave(2, 0)
 
     run = private(sampling=dpscale.FixedSize(size=SIZE, batch=6), micro_batch=12)
-    with pytest.raises(ValueError, match=r"has made 12 rows of 6 samples"):
-        next(run.batches(Numbered(), collate_fn=twice))
-
-
-@pytest.mark.parametrize("how", ["alone", "after", "keyword"])
-def test_a_closure_is_refused(how):
-    """It runs after the gradients were looked at."""
-    run = private()
-    before = vector(run.model)
-
-    def closure():
-        run.optimizer.zero_grad()
-        loss = loss_fn(run.model, data()[:8]).mean()
-        loss.backward()
-        return loss
-
-    if how == "after":
-        run.backward(loss_fn(run.model, next(batches := run.batches(data()))))
-        del batches
-    with pytest.raises(RuntimeError, match=r"was given a closure"):
-        run.optimizer.step(closure=closure) if how == "keyword" else run.optimizer.step(closure)
-    assert torch.equal(vector(run.model), before)
+    with pytest.raises(ValueError, match=r"'batch' parameter of step must be of 6 rows, as drawn. Got 12"):
+        run.step(next(batches := run.batches(Numbered(), collate_fn=twice)), loss_fn)
+    with pytest.raises(ValueError, match=r"losses must be per sample, of shape \(6,\)"):
+        run.backward(loss_fn(run.model, batch := next(batches)), batch)
 
 
 def test_one_run_after_another_on_the_same_optimizer():

@@ -19,5 +19,9 @@ from dpscale.scaling import PSAC as PSAC
 from dpscale.scaling import PSASC as PSASC
 from dpscale.scaling import AutoS as AutoS
 from dpscale.scaling import Clip as Clip
+from dpscale.training import BudgetExhausted as BudgetExhausted
+from dpscale.training import Private as Private
+from dpscale.training import StepReport as StepReport
+from dpscale.training import privatize as privatize
 
 __version__ = "0.1.0"

@@ -1,127 +1,287 @@
-"""From the samples of a draw to a batch of fixed shape, whose padding comes last."""
+"""Batch: data and the draw that they came from. Padding to a fixed shape, where a compiled step needs one."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_leaves
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from dpscale.engine.modules import PLAIN
+from dpscale.checks import out_of_memory
+from dpscale.engine import ScaledSum
+from dpscale.sampling import Draw, Indices
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-class Batches(Iterator[Any]):
-    """The batches of a loop; ``len`` is how many are left."""
+class Batch:
+    """A batch of a private run. It behaves as its data do, and knows the draw that they came from.
 
-    def __init__(self, batches: Iterator[Any], left: int) -> None:
+    It iterates, indexes and has the length of its data: ``x, y = batch``, ``batch["ids"]``, ``model(**batch)``. The
+    attributes of the data are attributes of the batch. A batch that is a bare tensor can be given to a model as it is.
+
+    Attributes:
+        data: what the dataset and its ``collate_fn`` gave, a row for every sample drawn.
+        draw: its number, the indices of its samples, and a mask of its rows.
+
+    Example:
+        >>> import numpy as np, torch
+        >>> draw = Draw(number=1, indices=np.array([4, 7]), mask=np.array([True, True]))
+        >>> batch = Batch((torch.zeros(2, 3), torch.ones(2)), draw)
+        >>> x, y = batch.map(lambda data: (data[0] + 1, data[1]))
+        >>> x.shape, batch.to(torch.float64)[1].dtype
+        (torch.Size([2, 3]), torch.float64)
+    """
+
+    def __init__(self, data: Any, draw: Draw) -> None:
+        self.data, self.draw = data, draw
+        _register(data)
+
+    def map(self, change: Callable[[Any], Any]) -> "Batch":
+        """The batch with ``change(data)`` for its data. Every row must stay, in its place."""
+        return Batch(change(self.data), self.draw)
+
+    def to(self, *args: Any, **kwargs: Any) -> "Batch":
+        """The batch with every tensor moved or converted, as `torch.Tensor.to` does it."""
+        return self.map(lambda data: _over(data, lambda t: t.to(*args, **kwargs)))
+
+    def pin_memory(self) -> "Batch":
+        """The batch in pinned memory."""
+        return self.map(lambda data: _over(data, lambda t: t.pin_memory() if hasattr(t, "pin_memory") else t))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.data
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.data[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.data[key] = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("data", "draw") or name.startswith("__"):  # not there yet, or looked for by copy and pickle
+            raise AttributeError(name)
+        return getattr(self.data, name)
+
+    def __repr__(self) -> str:
+        drawn = len(self.draw.indices)
+        return f"Batch(draw={self.draw.number}, samples={drawn}, data={type(self.data).__name__})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch's functions see the tensor, where the data are one."""
+
+        def bare(value: Any) -> Any:
+            return value.data if isinstance(value, Batch) else value
+
+        return func(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
+
+
+register_pytree_node(
+    Batch,
+    lambda batch: ([batch.data], batch.draw),
+    lambda data, draw: Batch(next(iter(data)), draw),
+    serialized_type_name="dpscale.Batch",
+)
+
+
+def _register(data: Any) -> None:
+    """Let torch's trees see into mappings of any type, such as ``BatchEncoding``: they see dictionaries only."""
+    if isinstance(data, MutableMapping) and type(data) not in SUPPORTED_NODES:
+        made_of: Any = type(data)
+        register_pytree_node(
+            made_of,
+            lambda mapping: (list(mapping.values()), tuple(mapping)),
+            lambda values, names: made_of(dict(zip(names, values, strict=True))),
+        )
+    if isinstance(data, (Mapping, list, tuple)):
+        for value in data.values() if isinstance(data, Mapping) else data:
+            if isinstance(value, (Mapping, list, tuple)):
+                _register(value)
+
+
+class Batches(Iterator[Batch]):
+    """The batches of a loop or of an epoch; ``len`` is how many are left."""
+
+    def __init__(self, batches: Iterator[Batch], left: int) -> None:
         self._batches, self._left = batches, left
 
     def __len__(self) -> int:
         return self._left
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         batch = next(self._batches)
         self._left -= 1
         return batch
 
 
-@dataclass(frozen=True)
-class Padded:
-    """Collates the samples drawn and only then pads, with copies of the first row, to a multiple of ``rows``.
+class Padding:
+    """Gives batches the one shape that a compiled step needs.
 
-    A ``collate_fn`` may put its samples into another order. Were the padding among them, it could take the place of
-    samples, which are counted by their place, and be counted itself, many times over.
+    The first padded batch decides between neutral rows and copies of the batch's first row: a forward may raise on
+    zeros, or its losses may not be finite there.
+
+    Args:
+        rows: of every batch.
     """
 
-    collate: Callable[[list[Any]], Any]
-    rows: int
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._copies = self._decided = False
+
+    def __call__(self, data: Any, count: int, summed: Callable[[Any, Tensor], ScaledSum]) -> ScaledSum:
+        """What ``summed(data, mask)`` gives for the padded batch, without what it says of the padding."""
+        mask = torch.arange(self.rows, device=device_of(data)) < count
+        if count < self.rows and not self._decided:
+            self._copies = not self._takes_zeros(padded(data, count, self.rows), mask, count, summed)
+            self._decided = True
+        out = summed(padded(data, count, self.rows, copies=self._copies), mask)
+        return replace(out, **{name: getattr(out, name)[:count] for name in ("losses", "norms", "weights")})
+
+    @staticmethod
+    def _takes_zeros(data: Any, mask: Tensor, count: int, summed: Callable[[Any, Tensor], ScaledSum]) -> bool:
+        try:
+            return bool(torch.isfinite(summed(data, mask).losses[count:]).all())
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            return False  # if it was not for the zeros, the copies will show it
+
+
+class Counted:
+    """A ``collate_fn`` that also says how many samples it was given."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
 
     def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        """(How many samples came, a batch of a whole number of micro-batches.)"""
+        """(How many samples came, the batch.)"""
         count = len(samples)  # before `collate`, which may change the list
-        return count, _longer(self.collate(samples), count, -count % self.rows)
+        return count, self.collate(samples)
 
 
-def _longer(batch: Any, count: int, more: int) -> Any:
-    """Whatever in a batch has ``count`` rows, with ``more`` copies of the first."""
-
-    def longer(rows: Any) -> Any:
-        if not isinstance(rows, Tensor):
-            return type(rows)([*rows, *rows[:1] * more])
-        if more and rows.ndim > 0 and len(rows) == count + more:
-            raise ValueError(
-                f"collate_fn has made {len(rows)} rows of {count} samples. Each row counts as a sample, so there must "
-                "be one for each. Put views of a sample into a dimension of their own."
-            )
-        has_rows = rows.ndim > 0 and len(rows) == count
-        return torch.cat([rows, rows[:1].expand(more, *rows.shape[1:])]) if has_rows and more else rows
-
-    def other(value: Any) -> Any:
-        if isinstance(value, PLAIN):
-            return value
-        raise ValueError(
-            "collate_fn must return tensors, or tuples, lists and dictionaries of them: only these can be padded. Got "
-            f"{type(value).__name__} instead. Make that of the batch in the loop."
-        )
-
-    return _over(batch, count, longer, other)
-
-
-def part_of(batch: Any, part: slice, count: int) -> Any:
-    """The rows ``part`` of whatever in a batch has ``count`` of them, lists of plain values included."""
-    return _over(batch, count, lambda rows: rows[part], lambda value: value)
-
-
-def _over(batch: Any, count: int, change: Callable[[Any], Any], other: Callable[[Any], Any]) -> Any:
-    """A batch with a change of its tensors and of its lists of ``count`` plain values, and another of what is neither
-    that nor a container."""
-    if isinstance(batch, Tensor) or _plain_rows(batch, count):
-        return change(batch)
-    if isinstance(batch, MutableMapping):
-        changed = copy.copy(batch)
-        for name, value in batch.items():
-            changed[name] = _over(value, count, change, other)
-        return changed
-    if isinstance(batch, (list, tuple)):
-        values = [_over(value, count, change, other) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return other(batch)
-
-
-def _plain_rows(batch: Any, count: int) -> bool:
-    """Whether it is a list of a plain value for each sample: names, say."""
-    listed = isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields")
-    return listed and len(batch) == count and all(isinstance(value, PLAIN) for value in batch)
-
-
-class Given:
-    """Knows the tensors of batches that were handed out, as long as somebody has them, by the number of their draw."""
-
-    def __init__(self) -> None:
-        self._draws: MutableMapping[Any, int] = WeakIdKeyDictionary()
-
-    def add(self, batch: Any, draw: int) -> None:
-        """They are of this draw."""
-        for tensor in _tensors(batch):
-            self._draws[tensor] = draw
-
-    def draws(self, batch: Any) -> set[int]:
-        """Those that tensors of this batch are known to be of."""
-        return {self._draws[tensor] for tensor in _tensors(batch) if tensor in self._draws}
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (Mapping, list, tuple)):
-        for value in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(value)
-
-
-def chosen_rows(tensors: Sequence[Tensor], draws: Iterator[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+def chosen_rows(tensors: Sequence[Tensor], draws: Iterable[Indices]) -> Iterator[tuple[Tensor, ...]]:
     """The chosen rows of each tensor, on the device where it is."""
-    for chosen in draws:
+    for indices in draws:
+        chosen = torch.from_numpy(indices)
         there = {device: chosen.to(device, non_blocking=True) for device in {t.device for t in tensors}}
         yield tuple(t[there[t.device]] for t in tensors)
+
+
+def fetched(
+    dataset: Dataset[Any], loader: Mapping[str, Any], draws: Iterable[Indices]
+) -> Iterator[tuple[Indices, Any]]:
+    """(What was drawn, the data of it.) For an empty draw sample 0 shows the shape, and its values are blanked."""
+    waiting: list[Indices] = []
+
+    def rows() -> Iterator[Indices]:
+        for indices in draws:
+            waiting.append(indices)
+            yield indices if len(indices) else np.zeros(1, dtype=np.int64)
+
+    counted: Iterable[tuple[int, Any]]
+    if type(dataset) is TensorDataset and not loader:
+        counted = ((len(data[0]), data) for data in chosen_rows(dataset.tensors, rows()))
+    else:
+        collate = Counted(loader.get("collate_fn") or default_collate)
+        chosen = (indices.tolist() for indices in rows())
+        counted = DataLoader(dataset, batch_sampler=chosen, **{**loader, "collate_fn": collate})
+    for count, data in counted:
+        indices = waiting.pop(0)
+        if count != (wanted := max(1, len(indices))):
+            raise ValueError(
+                f"The dataset gave {count} samples where {wanted} were drawn. Which of them are missing cannot be "
+                "told. Give a sample for each index: one that cannot be read may be a constant, such as zeros."
+            )
+        yield indices, data if len(indices) else neutral(data, count)
+
+
+def rows_of(data: Any) -> int | None:
+    """How many rows the tensors of a batch have; None if they do not agree, or if there are none."""
+    _register(data)
+    sizes = {len(t) if t.ndim else None for t in tree_leaves(data) if isinstance(t, Tensor)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def device_of(data: Any) -> torch.device:
+    """Where the first tensor of a batch is; the CPU if there is none."""
+    _register(data)
+    return next((t.device for t in tree_leaves(data) if isinstance(t, Tensor)), torch.device("cpu"))
+
+
+def part_of(data: Any, part: slice, count: int) -> Any:
+    """The rows ``part`` of whatever in a batch has ``count`` of them, lists of plain values included."""
+    return _over(data, lambda rows: rows[part] if _has(rows, count) else rows, count)
+
+
+def neutral(data: Any, count: int) -> Any:
+    """The batch with zeros, False and empty strings in place of its values."""
+
+    def blank(rows: Any) -> Any:
+        return torch.zeros_like(rows) if isinstance(rows, Tensor) else type(rows)([_blank(rows)] * count)
+
+    return _over(data, blank, count)
+
+
+def padded(data: Any, count: int, rows: int, *, copies: bool = False) -> Any:
+    """Whatever in a batch has ``count`` rows, with neutral rows after them up to ``rows``.
+
+    A neutral row is zeros, False or an empty string: never another sample's row.
+
+    Args:
+        copies: of the first row, in place of neutral rows, for a model that cannot take those.
+    """
+    more = rows - count
+
+    def longer(values: Any) -> Any:
+        if not _has(values, count):
+            return values
+        if isinstance(values, Tensor):
+            extra = values[:1].expand(more, *values.shape[1:]) if copies else values.new_zeros(more, *values.shape[1:])
+            return torch.cat([values, extra])
+        return type(values)([*values, *(values[:1] if copies else [_blank(values)]) * more])
+
+    return _over(data, longer, count) if more else data
+
+
+def _blank(values: Sequence[Any]) -> Any:
+    """Of the type of these: 0, False, an empty string."""
+    return None if not values or values[0] is None else type(values[0])()
+
+
+def _has(rows: Any, count: int) -> bool:
+    """Whether a tensor or a list of plain values has so many rows."""
+    return (not isinstance(rows, Tensor) or rows.ndim > 0) and len(rows) == count
+
+
+def _over(data: Any, change: Callable[[Any], Any], count: int | None = None) -> Any:
+    """A batch with a change of its tensors and, where ``count`` is given, of its lists of so many plain values."""
+    if isinstance(data, Tensor) or (count is not None and _plain_rows(data, count)):
+        return change(data)
+    if isinstance(data, MutableMapping):
+        changed = copy.copy(data)
+        for name, value in data.items():
+            changed[name] = _over(value, change, count)
+        return changed
+    if isinstance(data, Mapping):
+        return {name: _over(value, change, count) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        values = [_over(value, change, count) for value in data]
+        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+    return change(data) if count is None and hasattr(data, "to") else data
+
+
+def _plain_rows(data: Any, count: int) -> bool:
+    """Whether it is a list of a plain value for each sample: names, say."""
+    listed = isinstance(data, (list, tuple)) and not hasattr(data, "_fields")
+    return listed and len(data) == count and all(isinstance(value, _PLAIN) for value in data)

@@ -38,8 +38,10 @@ Weights = Mapping[str, Tensor]
 Keep = Literal["gradients", "weights"]
 
 
-class Course:
-    """One run's memory. The tensors of its points keep their storage, so that one compiled step serves the whole run.
+class MomentumState:
+    """What a run remembers from step to step.
+
+    The tensors of its points keep their storage, so that one compiled step serves the whole run.
 
     Args:
         parameters: the trainable parameters, which an optimizer updates in place.
@@ -47,6 +49,12 @@ class Course:
 
     def __init__(self, parameters: Weights) -> None:
         self._now = parameters
+        self._known = _identities(parameters)
+
+    def changed(self, parameters: Weights) -> str | None:
+        """A parameter that was frozen, unfrozen, moved, converted or replaced since the first step, if there is one."""
+        differ = set(_identities(parameters).items()) ^ set(self._known.items())
+        return min(name for name, _ in differ) if differ else None
 
     def points(self) -> list[tuple[float, Weights]]:
         """Coefficients and weights for the step that comes, w_k last; a coefficient of 0 stands for no point yet."""
@@ -85,7 +93,7 @@ class Momentum(ABC):
         return False
 
     @abstractmethod
-    def start(self, parameters: Weights) -> Course:
+    def start(self, parameters: Weights) -> MomentumState:
         """The memory of a new run."""
 
     @abstractmethod
@@ -117,7 +125,7 @@ class HeavyBall(Momentum):
         """One."""
         return 1
 
-    def start(self, parameters: Weights) -> Course:
+    def start(self, parameters: Weights) -> MomentumState:
         """Remembers M."""
         return _Ring(parameters, 0, lambda age, step: 1.0, outer=(1 - self.gamma1, 1.0))
 
@@ -140,8 +148,8 @@ class InnerOuter(Momentum):
 
     Example:
         >>> import torch
-        >>> course = InnerOuter(K0=2, gamma0=0.5, gamma1=0.1).start({"w": torch.zeros(3)})
-        >>> [coefficient for coefficient, _ in course.points()]  # nothing is past yet
+        >>> state = InnerOuter(K0=2, gamma0=0.5, gamma1=0.1).start({"w": torch.zeros(3)})
+        >>> [coefficient for coefficient, _ in state.points()]  # nothing is past yet
         [0.0, 0.0, 1.0]
     """
 
@@ -161,7 +169,7 @@ class InnerOuter(Momentum):
         """K0 past ones and the present one."""
         return self.K0 + 1
 
-    def start(self, parameters: Weights) -> Course:
+    def start(self, parameters: Weights) -> MomentumState:
         """Remembers K0 weights, and M."""
 
         def coefficient(age: int, step: int) -> float:
@@ -202,7 +210,7 @@ class DiSK(Momentum):
         """Ahead and here."""
         return 2
 
-    def start(self, parameters: Weights) -> Course:
+    def start(self, parameters: Weights) -> MomentumState:
         """Remembers the last weights, and M."""
         return _Ahead(
             parameters, self.gamma, (1 - self.kappa) / (self.kappa * self.gamma), (1 - self.kappa, self.kappa)
@@ -271,7 +279,7 @@ class PerSampleEMA(Momentum):
             "is made of released weights alone.",
         )  # fmt: skip
 
-    def start(self, parameters: Weights) -> Course:
+    def start(self, parameters: Weights) -> MomentumState:
         """Remembers m of every sample, or weights."""
         if self.keep == "gradients":
             return _Averages(parameters, self.gamma, self.directory)
@@ -292,7 +300,7 @@ MOMENTA: dict[str, type[Momentum]] = {
 """Every momentum by its name on the command line."""
 
 
-class _Outer(Course):
+class _Outer(MomentumState):
     """Averages the noisy sums: M = a·M + b·g."""
 
     def __init__(self, parameters: Weights, outer: tuple[float, float]) -> None:
@@ -367,7 +375,7 @@ class _Ahead(_Outer):
         super().release(sums)
 
 
-class _Averages(Course):
+class _Averages(MomentumState):
     """Every sample's average, (N, d): made at the first step, when N is known."""
 
     def __init__(self, parameters: Weights, gamma: float, directory: str | None) -> None:
@@ -376,7 +384,7 @@ class _Averages(Course):
         self._numbers = sum(p.numel() for p in parameters.values())
         self._memory: Tensor | None = None
         self._waiting: list[tuple[slice, Tensor]] = []
-        self._begun = False
+        self._started = False
 
     def points(self) -> list[tuple[float, Weights]]:
         """The present one; what a step that failed has left is forgotten."""
@@ -394,10 +402,10 @@ class _Averages(Course):
             self._memory = torch.zeros(samples, self._numbers, dtype=dtype, device=first.device)
             return
         log.warning("dpscale: PerSampleEMA keeps an average for every sample in %s: %s", self._directory, size)
-        kind = np.float64 if dtype == torch.float64 else np.float32
+        number = np.float64 if dtype == torch.float64 else np.float32
         # They are exact: no other run may share the file, nobody else may read it, and it must not outlive this one.
         with tempfile.TemporaryFile(dir=self._directory) as file:
-            self._memory = torch.from_numpy(np.memmap(file, kind, "w+", shape=(samples, self._numbers)))
+            self._memory = torch.from_numpy(np.memmap(file, number, "w+", shape=(samples, self._numbers)))
 
     def remember(self, grads: Mapping[str, Tensor], rows: slice, keep_B: Tensor) -> dict[str, Tensor]:
         """m = γ·g + (1-γ)·m; the memory itself changes only with `release`. A gradient that is not finite is passed on
@@ -405,7 +413,7 @@ class _Averages(Course):
         assert self._memory is not None
         g = torch.cat([t.unsqueeze(-1).flatten(1) for t in grads.values()], 1)
         held = self._memory[rows].to(g.device)
-        m = torch.lerp(held, g.to(held.dtype), self._gamma) if self._begun else g.to(held.dtype)
+        m = torch.lerp(held, g.to(held.dtype), self._gamma) if self._started else g.to(held.dtype)
         finite = torch.isfinite(m).all(1) & keep_B
         self._waiting.append((rows, held.where(~finite.unsqueeze(1), m).to(self._memory.device)))
         parts = m.split([t[:1].numel() for t in grads.values()], 1)
@@ -417,7 +425,11 @@ class _Averages(Course):
         for rows, m in self._waiting:
             self._memory[rows] = m
         self._waiting.clear()
-        self._begun = True
+        self._started = True
+
+
+def _identities(parameters: Weights) -> dict[str, tuple[torch.Size, torch.dtype, torch.device, int]]:
+    return {n: (p.shape, p.dtype, p.device, id(p)) for n, p in parameters.items()}
 
 
 def _copy(source: Weights, target: Weights) -> None:

@@ -88,7 +88,7 @@ class Plan:
         action = "'pld' is the tighter one."
         require(self.accountant in get_args(Accountant), "Plan", "accountant", must, self.accountant, action)
         if self.momentum is not None:
-            must = f"one of {', '.join(kind.__name__ for kind in MOMENTA.values())}, or None"
+            must = f"one of {', '.join(momentum.__name__ for momentum in MOMENTA.values())}, or None"
             require(isinstance(self.momentum, Momentum), "Plan", "momentum", must, self.momentum)
             self.momentum.check(self.sampling)
 
@@ -202,30 +202,23 @@ class Plan:
         )
         return dataclasses.replace(self, steps=steps, epochs=None, delta=delta)
 
-    def statement(self, delta: float | None = None) -> str:
-        """What may be told to a reviewer: the guarantee, what it rests on, and what it leaves out."""
-        self._sigma("statement"), self._steps("statement")
-        delta = self._delta("Plan.statement", delta)
-        pld, rdp = (self._epsilon(delta, None, accountant) for accountant in get_args(Accountant))
-        if math.isinf(pld):
-            guarantee = "NO PRIVACY: no noise is added; epsilon is infinite."
-        elif pld < rdp:
-            guarantee = (
-                f"({_up(pld)}, {delta:g})-differential privacy. "
-                f"Tight accounting (PLD): epsilon = {_up(pld)}; Rényi DP (RDP): epsilon = {_up(rdp)}."
-            )
-        else:  # "pld" gives the smaller of the two
-            guarantee = (
-                f"({_up(rdp)}, {delta:g})-differential privacy. "
-                f"Rényi DP (RDP): epsilon = {_up(rdp)}; privacy loss distributions (PLD) give nothing smaller here."
-            )
+    def statement(self, delta: float | None = None, steps: int | None = None) -> str:
+        """What to tell a reviewer: the guarantee, what it rests on, and what it leaves out.
+
+        Args:
+            delta: the plan's if not given.
+            steps: those that were taken so far; all planned ones if not given.
+        """
+        self._sigma("statement")
+        planned = self._steps("statement")
+        taken = f"{planned:,}" if steps is None else f"{steps:,} of {planned:,} planned"
         lines = [
-            f"Guarantee: {guarantee}",
+            f"Guarantee: {self._guarantee(delta, steps)}",
             "Unit of privacy: one sample (one record of the dataset); a person with several records is protected less.",
             f"Adjacency: {self.adjacency}; {_ADJACENCY_WORDS[self.adjacency]}.",
             f"Sampling: {self.sampling.describe()}.",
             f"Accounting: {self.sampling.accounted}; sensitivity {self.sampling.sensitivity_factor} × bound.",
-            f"Steps: {self.steps:,}, each one sum divided by the expected batch size {self.expected_batch}.",
+            f"Steps: {taken}, each one sum divided by the expected batch size {self.expected_batch}.",
             f"Noise: multiplier {self.noise_multiplier:.6g}, standard deviation {self.noise_std:.6g} on each sum.",
             f"Scaling: {self.scaling}, so that no sample adds more than {self.bound:.6g}.",
             *([f"Momentum: {self.momentum.describe()}. It costs no privacy."] if self.momentum else []),
@@ -233,6 +226,27 @@ class Plan:
             _NOT_COUNTED,
         ]
         return "\n".join(lines)
+
+    def _guarantee(self, delta: float | None, steps: int | None) -> str:
+        if steps == 0:
+            return "nothing was released yet, so epsilon is 0."
+        delta = self._delta("Plan.statement", delta)
+        pld, rdp = (self._epsilon(delta, steps, accountant) for accountant in get_args(Accountant))
+        if math.isinf(pld):
+            return "NO PRIVACY: no noise is added; epsilon is infinite."
+        if pld < rdp:
+            return (
+                f"({_up(pld)}, {delta:g})-differential privacy. "
+                f"Tight accounting (PLD): epsilon = {_up(pld)}; Rényi DP (RDP): epsilon = {_up(rdp)}."
+            )
+        return (  # "pld" gives the smaller of the two
+            f"({_up(rdp)}, {delta:g})-differential privacy. "
+            f"Rényi DP (RDP): epsilon = {_up(rdp)}; privacy loss distributions (PLD) give nothing smaller here."
+        )
+
+    def __repr__(self) -> str:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        return f"Plan({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, ready for JSON."""
@@ -289,7 +303,7 @@ def _up(epsilon: float) -> str:
 
 
 def _named(value: Scaling | Sampling | Momentum, registry: dict[str, Any]) -> dict[str, Any]:
-    names = {kind: name for name, kind in registry.items()}
+    names = {registered: name for name, registered in registry.items()}
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
     # Strict JSON has no infinity; Clip(C=inf) is the only one that can occur.
     fields = {name: "inf" if field == math.inf else field for name, field in fields.items()}

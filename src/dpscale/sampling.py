@@ -38,28 +38,33 @@ _OVERFLOW = 1e-6  # most probability per step that a Poisson batch does not fit 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Draw:
-    """A logical batch padded to whole physical batches: ``indices[~mask]`` are 0 and must get weight 0."""
+    """One draw of a run. It stands for itself: a copy of it is the same draw.
 
+    Attributes:
+        number: 1 for the first draw of a run.
+        indices: of the samples drawn; there may be none.
+        mask: per row of the batch, True for a sample. An empty draw has one row, which is masked.
+    """
+
+    number: int
     indices: Indices
     mask: NDArray[np.bool_]
 
+    @staticmethod
+    def of(number: int, indices: Indices) -> "Draw":
+        """The draw of these samples.
 
-def pad(indices: Indices, physical: int) -> Draw:
-    """Pad a logical batch to a multiple of ``physical``.
+        Example:
+            >>> Draw.of(1, np.array([7, 9])).mask, Draw.of(2, np.array([], dtype=np.int64)).mask
+            (array([ True,  True]), array([False]))
+        """
+        return Draw(number=number, indices=indices, mask=np.arange(max(1, len(indices))) < len(indices))
 
-    Guarantee: the length is ``max(1, ceil(n / physical)) * physical``. An empty batch is one fully masked physical
-    batch: a step that only adds noise, never a step that is skipped.
+    def __copy__(self) -> "Draw":
+        return self
 
-    Example:
-        >>> pad(np.array([7, 9]), 3).mask
-        array([ True,  True, False])
-    """
-    require_count("pad", "physical", physical)
-    count = len(indices)
-    length = max(1, -(-count // physical)) * physical
-    padded = np.zeros(length, dtype=np.int64)
-    padded[:count] = indices
-    return Draw(indices=padded, mask=np.arange(length) < count)
+    def __deepcopy__(self, memo: object) -> "Draw":
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)

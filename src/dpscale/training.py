@@ -1,53 +1,45 @@
-"""The private step, and the loop around it."""
+"""The private step, and the loop around it: claim the draw, sum, add noise, hand over to the optimizer."""
 
 import logging
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
-from dpscale.batches import Batches, Given, Padded, chosen_rows, part_of
+from dpscale.batches import Batch, Batches, Padding, device_of, fetched, part_of, rows_of
 from dpscale.checks import out_of_memory, require, require_count
-from dpscale.engine import (
-    LossFn,
-    ScaledSum,
-    batch_size,
-    check_losses,
-    per_sample_sum,
-    require_finite,
-    scaled_sum,
-    trainable,
-)
-from dpscale.engine.compiled import Fast
-from dpscale.engine.loop import Recorder
+from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
 from dpscale.engine.modules import Structure, structure
-from dpscale.guard import Guard
-from dpscale.momentum import Course, Weights
+from dpscale.guard import Guard, wrapped
+from dpscale.momentum import MomentumState
 from dpscale.noise import Key, Noise
 from dpscale.plan import Plan
-from dpscale.sampling import Draw, pad
+from dpscale.run import RunState
+from dpscale.sampling import Draw
 
 log = logging.getLogger("dpscale")
+
+Parameters = Mapping[str, Tensor]
 
 
 class BudgetExhausted(RuntimeError):
     """Every planned step is used up; nothing was released."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepReport:
     """What a step saw. All of it is exact, without noise: for research on public data, never for release.
 
     Attributes:
-        loss: mean over the samples drawn (0 for an empty batch).
-        losses, norms, weights, mask: per sample of the padded batch, (B,).
+        loss: mean over the samples drawn (0 for an empty draw).
+        losses, norms, weights, mask: per row of the batch, (B,). An empty draw has one row, which is masked.
         ignored: how many samples had a gradient that is not finite, and so added nothing.
     """
 
@@ -58,32 +50,27 @@ class StepReport:
     mask: Tensor
     ignored: Tensor
 
+    def __repr__(self) -> str:
+        return f"StepReport(samples={int(self.mask.sum())}, ignored={int(self.ignored)})"
+
 
 class Private:
     """A model and its optimizer under a privacy plan; made by `privatize`."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, plan: Plan, seed: int | None, micro_batch: int, compile: bool
-    ) -> None:
+        self, model: nn.Module, optimizer: Optimizer, plan: Plan, seed: int | None, micro_batch: int | None,
+        compile: bool,
+    ) -> None:  # fmt: skip
         self._model, self._optimizer, self._plan = model, optimizer, plan
-        self._steps_taken = 0
-        self._draws = 0  # batches handed out
-        self._used = 0  # of these, all up to the last that was released; what came after it is drawn again
-        self._loops = 0
+        self._state = RunState()
         self._key = Key(seed)
         self._noise = Noise(self._key)
+        self._engine = Engine(model, compile=compile)
+        self._guard = Guard(optimizer, self)
         self._micro_batch = micro_batch
-        self._drawn: Tensor | None = None  # mask of the batch that was drawn and not yet used
-        self._given = Given()
-        self._tried = True  # whether the last batch drawn was put to use
-        self._passed_over = False  # whether an earlier one of this loop was not, and may still come
+        self._padding = Padding(micro_batch or plan.sampling.physical_batch) if compile else None
         self._dataset: Any = None  # whose samples have a place that must stay
-        self._watched: Structure | None = None
-        self._guard = Guard.of(optimizer, self)
-        self._recorder = Recorder(model)
-        self._fast = Fast(model) if compile else None
-        self._course: Course | None = None
-        self._remembered: dict[str, tuple[torch.Size, torch.dtype, torch.device, int]] = {}
+        self._structure: Structure | None = None
         self._parameters()
 
     @property
@@ -94,7 +81,7 @@ class Private:
     @property
     def optimizer(self) -> Optimizer:
         """Yours, unchanged; schedulers and hooks on it work as ever. A plain ``backward()`` is allowed (an evaluation),
-        but the optimizer refuses to apply what it added."""
+        but no optimizer may apply what it added."""
         return self._optimizer
 
     @property
@@ -104,19 +91,24 @@ class Private:
 
     @property
     def steps(self) -> int:
-        """How many logical batches may be released in all."""
+        """How many draws may be released in all."""
         assert self._plan.steps is not None
         return self._plan.steps
 
     @property
     def steps_taken(self) -> int:
-        """How many logical batches have been released."""
-        return self._steps_taken
+        """How many draws have been released."""
+        return self._state.steps_taken
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a draw is outstanding: handed out, and not yet released."""
+        return bool(self._state.outstanding)
 
     @property
     def _charged(self) -> int:
         """Steps to account for. A shuffled epoch goes on even if a batch of it is not used."""
-        return self._steps_taken if self._plan.sampling.independent else self._used
+        return self._state.charged(self._plan.sampling.independent)
 
     @property
     def _per_sample(self) -> bool:
@@ -129,23 +121,59 @@ class Private:
             "and each would account for its own steps alone. Copy or save the model, as model.state_dict()."
         )
 
+    def __repr__(self) -> str:
+        names = f"model={type(self.model).__name__}, optimizer={type(self.optimizer).__name__}"
+        return f"Private({names}, steps_taken={self.steps_taken}, steps={self.steps})"
+
     def epsilon(self, delta: float | None = None) -> float:
         """ε spent so far; 0 before the first step."""
         return self._plan.epsilon(delta=delta, steps=self._charged)
 
+    def statement(self, delta: float | None = None) -> str:
+        """What to tell a reviewer about what was released so far, whether or not the plan was carried out."""
+        return self._plan.statement(delta=delta, steps=self._charged)
+
+    def public_data(self) -> AbstractContextManager[None]:
+        """Inside ``with private.public_data():`` optimizers may apply plain gradients, which the run refuses elsewhere.
+
+        They cost no privacy if the data are public and were not chosen by looking at the private ones.
+        """
+        return self._guard.public()
+
     def batches(self, dataset: Dataset[Any], **loader: Any) -> Batches:
         """Draw the planned batches, those already taken left out; ``len`` says how many.
 
-        Each is drawn by the plan's sampler and padded to a fixed shape. The padding comes last and is masked out of
-        every sum by its place, so leave the rows in their order. Use each batch with `step` or `backward` before taking
-        the next: to load ahead, give ``num_workers``. An empty draw is a batch like any other: a step of noise.
+        Each is a `Batch`: the rows of the samples drawn, without padding. It knows its draw, so batches may be taken
+        ahead of their use, moved with ``batch.to(device)`` and changed with ``batch.map(fn)``. Each is released once;
+        one that is not released costs nothing (under `Shuffled` it does). An empty draw is a batch of one row of zeros,
+        which is masked: a step of noise.
 
         Args:
             dataset: a `TensorDataset` (indexed on the device where its tensors are), or any map-style dataset.
             loader: passed on to `torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``, …). Sampling belongs
                 to the plan: ``batch_size``, ``shuffle`` and the like are refused. ``collate_fn`` is given the samples
-                drawn, without padding, and returns tensors with a row for each, or tuples, lists, mappings of them.
+                drawn, and returns a row for each, in tensors, or tuples, lists, mappings of them.
         """
+        left = self._check_data(dataset, loader)
+        return Batches(self._batches(dataset, loader, left), left)
+
+    def epochs(self, dataset: Dataset[Any], **loader: Any) -> Iterator[Batches]:
+        """The planned batches by epoch: each is an iterator over its batches, and ``len`` says how many they are.
+
+        An epoch has ceil(size/batch) steps, the last one what is left. One may be broken off, and so may the whole
+        loop: what was not released is not paid for, and a new loop goes on from there.
+
+        Args:
+            dataset: as for `batches`.
+            loader: as for `batches`.
+        """
+        left, each = self._check_data(dataset, loader), self.plan.sampling.steps(1)
+        first = min(left, each - self._charged % each)
+        sizes = [first, *(min(each, left - k) for k in range(first, left, each))]
+        return (Batches(self._batches(dataset, loader, size), size) for size in sizes if size)
+
+    def _check_data(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> int:
+        """Refuse data that the plan is not for; otherwise say how many steps are left."""
         require(not isinstance(dataset, DataLoader), "batches", "dataset", "a dataset", "a DataLoader", "Pass its "
                 "dataset: the plan draws the batches. Options such as num_workers go to batches().")  # fmt: skip
         size = len(dataset)  # type: ignore[arg-type]
@@ -162,12 +190,12 @@ class Private:
         left = self.steps - self._charged
         if not left:
             log.warning("dpscale: all %d planned steps are taken, so there are no more batches.", self.steps)
-        return Batches(self._batches(dataset, loader), left)
+        return left
 
     def _require_places(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> None:
         """Where something is remembered of each sample by its place, the places must stay."""
         sampling = self.plan.sampling
-        begun = self.steps_taken > 0 if self._per_sample else self._used % sampling.steps(1) != 0
+        midway = self.steps_taken > 0 if self._per_sample else self._state.last_released % sampling.steps(1) != 0
         if self._per_sample:
             who = type(self.plan.momentum).__name__
             require(loader.get("collate_fn") is None, "batches", "collate_fn", "left out", "one of yours",
@@ -175,122 +203,172 @@ class Private:
         elif sampling.independent:
             return
         require(
-            not begun or dataset is self._dataset, "batches", "dataset", "the very dataset that this run began with",
+            not midway or dataset is self._dataset, "batches", "dataset", "the very dataset that this run began with",
             "another one", "Samples are known by their place in it: another order would be another sample's part."
         )  # fmt: skip
         self._dataset = dataset
 
-    def _batches(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> Iterator[Any]:
-        masks: deque[Tensor] = deque()
-        self._loops += 1
-        this = self._loops
-        self._draws = self._used
-        self._tried, self._passed_over = True, False
-
-        def draws() -> Iterator[Draw]:
-            drawn = self.plan.sampling.draws(self._key.generator("sampling"), start=self._draws)
-            for indices in islice(drawn, self.steps - self._charged):
-                draw = pad(indices, self._micro_batch)
-                masks.append(torch.from_numpy(draw.mask))
-                yield draw
-
-        fetched: Iterable[tuple[int | None, Any]]
-        if type(dataset) is TensorDataset and not loader:
-            rows = chosen_rows(dataset.tensors, (torch.from_numpy(draw.indices) for draw in draws()))
-            fetched = ((None, batch) for batch in rows)
-        else:
-            # Of an empty draw one sample shows the shape; like all padding it is masked.
-            chosen = (draw.indices[: max(1, int(draw.mask.sum()))].tolist() for draw in draws())
-            collate = Padded(loader.get("collate_fn") or default_collate, self._micro_batch)
-            fetched = DataLoader(dataset, batch_sampler=chosen, **{**loader, "collate_fn": collate})
+    def _batches(self, dataset: Dataset[Any], loader: Mapping[str, Any], count: int) -> Iterator[Batch]:
+        state = self._state
+        with state.lock:
+            this = state.start_loop()
+            self._engine.recorder.stop()
+        drawn = self.plan.sampling.draws(self._key.generator(_stream(state.stream)), start=state.handed_out)
         try:
-            for count, batch in fetched:
-                if this != self._loops:
-                    raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
-                drawn = masks.popleft()
-                if count not in (None, wanted := max(1, int(drawn.sum()))):
-                    raise ValueError(
-                        f"The dataset gave {count} samples where {wanted} were drawn. Which of them are missing cannot "
-                        "be told, and padding would be counted in their place. Give a sample for each index: one that "
-                        "cannot be read may be a constant, such as zeros."
-                    )
-                self._passed_over |= not (self._tried or self._recorder.begun)
-                self._draws += 1
-                self._drawn, self._tried = drawn, False
-                self._given.add(batch, self._draws)
-                self._recorder.start(len(self._drawn))
-                yield batch
-        finally:
-            if this == self._loops:
-                self._drawn = None
-                self._recorder.stop()
+            for indices, data in fetched(dataset, loader, islice(drawn, count)):
+                with state.lock:
+                    if this != state.loop:
+                        raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
+                    draw = state.hand_out(indices)
+                    self._engine.recorder.start(len(draw.mask))
+                yield Batch(data, draw)
+        except GeneratorExit:  # the loop was left: what it has handed out will not come back
+            with state.lock:
+                if this == state.loop:
+                    state.outstanding.clear()
+                    self._engine.recorder.stop()
+            raise
 
     def step(self, batch: Any, loss_fn: LossFn) -> StepReport:
         """One private step (Algorithm 1) on a batch from `batches`.
 
         Args:
             batch: as drawn; it may have been moved to a device or transformed sample by sample.
-            loss_fn: ``loss_fn(model, batch)`` -> per-sample losses, shape (B,).
+            loss_fn: ``loss_fn(model, data)`` -> per-sample losses, shape (B,); ``data`` is ``batch.data``.
         """
-        mask, parameters = self._take(batch)
-        points = self._begun(parameters, len(mask)).points()
-        sums: dict[str, Tensor] = {}
-        reports = []
-        for rows, part, part_mask in _split(batch, mask, self._micro_batch):
-            with _memory_advice(self._micro_batch):
-                keep = len(part_mask) < len(mask) and not sums  # the others are added to it at once
-                out = self._scaled_sum(loss_fn, part, part_mask, points, rows, keep)  # Σ w(‖g‖)·g
-            if sums:
-                torch._foreach_add_(list(sums.values()), [out.grads[n] for n in sums])
-            else:
-                sums = out.grads
-            reports.append(out)
-        report = _report(reports, mask)
-        self._release(parameters, sums, report)
+        data = batch.data if isinstance(batch, Batch) else batch
+        draw = self._claim_draw(batch, rows_of(data))
+        parameters = self._parameters()
+        momentum = self._momentum_state(parameters, len(draw.mask))
+        out = self._summed(draw, data, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
+        report = self._release(draw, out, parameters, momentum)
         self.optimizer.step()
+        self._require_applied()
         self.optimizer.zero_grad()
         return report
 
-    def _scaled_sum(
-        self, loss_fn: LossFn, batch: Any, mask: Tensor, points: list[tuple[float, Weights]], rows: slice, keep: bool
-    ) -> ScaledSum:
-        course, rule = self._course, self.plan.scaling
-        if course is not None and self._per_sample:
-            return per_sample_sum(
-                self.model, loss_fn, batch, rule, mask, lambda grads: course.remember(grads, rows, mask)
-            )
-        several = points if len(points) > 1 else None
-        if self._fast is not None:
-            return self._fast(loss_fn, batch, rule, mask, several, keep=keep)
-        return scaled_sum(self.model, loss_fn, batch, rule, mask, several and [(c, w) for c, w in several if c])
-
-    def _begun(self, parameters: Mapping[str, Tensor], samples: int) -> Course:
-        """The momentum's memory, made at the first step: only then is the model where it stays."""
-        momentum = self.plan.momentum
-        if self._course is not None and momentum is None:
-            return self._course
-        found = {n: (p.shape, p.dtype, p.device, id(p)) for n, p in parameters.items()}
-        if self._course is not None and found != self._remembered:
-            other = sorted(set(found.items()) ^ set(self._remembered.items()), key=str)[0][0]
-            raise RuntimeError(
-                f"{type(momentum).__name__} remembers every trainable parameter since the first step, and {other!r} "
-                "was frozen, unfrozen, moved, converted or replaced since. Nothing was released. Do that before "
-                "training, or plan the next part of it apart."
-            )
-        if self._course is None:
-            self._remembered = found
-            self._course = Course(parameters) if momentum is None else momentum.start(parameters)
-            self._course.allocate(samples)
-        return self._course
-
-    def backward(self, losses: Tensor) -> StepReport:
+    def backward(self, losses: Tensor, batch: Batch | None = None) -> StepReport:
         """In place of ``losses.mean().backward()`` in a loop of your own: afterwards every ``.grad`` is private.
 
         Call it once per batch of `batches`, on the per-sample losses of that whole batch, then ``optimizer.step()``.
 
         Args:
             losses: shape (B,), from a forward of the model on the drawn batch.
+            batch: the one that they are the losses of. None: the one outstanding draw.
         """
+        self._check_backward()
+        draw = self._claim_draw(batch, None)
+        check_losses(losses, len(draw.mask))
+        parameters = self._parameters()
+        momentum = self._momentum_state(parameters, len(draw.mask))
+        if draw.mask.any():
+            mask = torch.ones(len(draw.mask), dtype=torch.bool, device=losses.device)
+            with _memory_advice(len(draw.mask)):
+                out = self._engine.recorder.scaled_sum(losses, self.plan.scaling, mask)
+        else:
+            out = _nothing(parameters, losses.device)
+        return self._release(draw, out, parameters, momentum)
+
+    def _claim_draw(self, batch: Any, rows: int | None) -> Draw:
+        """The draw that is about to be released, after every check that could refuse it. Nothing is changed."""
+        state, independent = self._state, self.plan.sampling.independent
+        if self._charged >= self.steps and not state.outstanding:
+            raise self._exhausted()
+        if isinstance(batch, Batch):
+            draw = state.check_outstanding(batch.draw)
+            must = f"of {len(draw.mask)} rows, as drawn"
+            require(rows in (None, len(draw.mask)), "step", "batch", must, rows, "Pass on every row.")
+        else:
+            draw = state.only_outstanding(rows)
+        if state.charged(independent, draw) > self.steps:
+            raise self._exhausted()
+        overwritten = set(map(id, self._parameters().values()))
+        steered = (p for group in self.optimizer.param_groups for p in group["params"])
+        self._guard.check(p for p in steered if id(p) not in overwritten)
+        return draw
+
+    def _summed(
+        self, draw: Draw, data: Any, loss_fn: LossFn, parameters: Parameters, momentum: MomentumState
+    ) -> ScaledSum:
+        """The sum over the samples drawn, micro-batch by micro-batch."""
+        count = len(draw.mask)
+        if not draw.mask.any():
+            return _nothing(parameters, device_of(data))
+        points = momentum.points()
+        padding = None if self._per_sample else self._padding
+        size = padding.rows if padding else self._micro_batch or count
+        parts: list[ScaledSum] = []
+        for begin in range(0, count, size):
+            rows = slice(begin, min(begin + size, count))
+            part, length = part_of(data, rows, count), rows.stop - begin
+
+            def summed(data: Any, mask: Tensor, rows: slice = rows) -> ScaledSum:
+                def remember(grads: dict[str, Tensor], own: slice) -> Mapping[str, Tensor]:
+                    places = slice(rows.start + own.start, rows.start + own.stop)
+                    return momentum.remember(grads, places, mask[own])
+
+                return self._engine.scaled_sum(
+                    loss_fn, data, self.plan.scaling, mask, points if len(points) > 1 else None,
+                    keep=count > size and not parts, change=remember if self._per_sample else None,
+                )  # fmt: skip
+
+            with _memory_advice(size):
+                if padding:
+                    out = padding(part, length, summed)
+                else:
+                    out = summed(part, torch.ones(length, dtype=torch.bool, device=device_of(part)))
+            if parts:  # added at once: a compiled step overwrites its own answer
+                torch._foreach_add_(list(parts[0].grads.values()), [out.grads[n] for n in parts[0].grads])
+            parts.append(out)
+        return _joined(parts)
+
+    def _release(self, draw: Draw, out: ScaledSum, parameters: Parameters, momentum: MomentumState) -> StepReport:
+        """Book the step, add the noise once, divide by the expected batch size, and hand over to the optimizer."""
+        report = _report(out, draw)
+        if bool(report.ignored) and int(report.ignored) == len(draw.indices):
+            require_finite(self.model)
+        with self._state.lock:
+            self._state.release(draw)
+            if not self._state.outstanding:
+                self._engine.recorder.stop()
+        sums = out.grads
+        self._noise.add(sums, self.plan.noise_std, self.steps_taken)
+        momentum.release(sums)
+        torch._foreach_div_(list(sums.values()), self.plan.expected_batch)
+        for name, mean in sums.items():
+            p = parameters[name]
+            p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
+        self._guard.released(parameters[name] for name in sums)
+        return report
+
+    def _momentum_state(self, parameters: Parameters, samples: int) -> MomentumState:
+        """What the momentum remembers, made at the first step: only then is the model where it stays."""
+        momentum, state = self.plan.momentum, self._state.momentum
+        if state is None:
+            state = MomentumState(parameters) if momentum is None else momentum.start(parameters)
+            state.allocate(samples)
+            self._state.momentum = state
+        elif momentum is not None and (other := state.changed(parameters)) is not None:
+            raise RuntimeError(
+                f"{type(momentum).__name__} remembers every trainable parameter since the first step, and {other!r} "
+                "was frozen, unfrozen, moved, converted or replaced since. Nothing was released. Do that before "
+                "training, or plan the next part of it apart."
+            )
+        return state
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Those to train, by name. Where the model is another than before, the optimizer must be over them still, and
+        they are watched for gradients that come from elsewhere."""
+        found = structure(self.model)
+        if found is not self._structure:
+            trainable(self.model)  # refuses a model that has none
+            check_optimizer(self.model, self.optimizer)
+            self._guard.watch(found.trainable.values())
+            self._structure = found
+        return dict(found.trainable)
+
+    def _check_backward(self) -> None:
+        """Refuse a release that would overwrite another, or for which one forward is not enough."""
         if self._guard.unapplied and any(p.grad is not None for p in self.model.parameters()):
             raise RuntimeError(
                 "backward() was called again before optimizer.step(). A second release would overwrite the first, "
@@ -303,80 +381,19 @@ class Private:
                 f"{type(momentum).__name__} needs each sample's gradient at other weights than the model's, or a "
                 "memory of it, and backward() sees one forward at the present ones. Call private.step(batch, loss_fn)."
             )
-        if self._drawn is not None:
-            check_losses(losses, len(self._drawn))
-        mask, parameters = self._take(losses)
-        self._begun(parameters, len(mask))
-        with _memory_advice(len(mask)):
-            out = self._recorder.scaled_sum(losses, self.plan.scaling, mask)
-        report = _report([out], mask)
-        self._release(parameters, out.grads, report)
-        return report
 
-    def _take(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mask of the drawn batch and what to train, after every check that could refuse it. Nothing is changed."""
-        if self._charged >= self.steps:
-            raise BudgetExhausted(
-                f"All {self.steps} planned steps are taken, and with them the privacy budget. Nothing was released. "
-                "To train longer, plan more steps and calibrate again, before training."
-            )
-        if self._drawn is None:
+    def _require_applied(self) -> None:
+        if self._guard.unapplied:
             raise RuntimeError(
-                "No drawn batch is waiting: step() and backward() take each batch that private.batches(dataset) "
-                "yields, once. A batch of your own making would not be sampled as the accountant assumes."
+                f"{type(self.optimizer).__name__}.step() applied nothing, though the step is paid for: it holds "
+                "gradients back, to accumulate them. Turn that off, and raise the plan's batch instead."
             )
-        known = self._given.draws(batch)
-        if known - {self._draws} or (self._passed_over and not known):
-            raise RuntimeError(
-                "This is not, or not surely, the batch that was drawn last: another was taken before it was used. "
-                "Samples are told from padding by the draw that a batch came from. Use each batch before you take the "
-                "next; to load ahead, call batches(dataset, num_workers=2)."
-            )
-        self._passed_over &= not known
-        samples, device = batch_size(batch)
-        require(
-            samples == len(self._drawn), "step", "batch", f"of {len(self._drawn)} rows, as drawn (padding included)",
-            samples, "Pass on every row; the padding is masked inside.",
-        )  # fmt: skip
-        parameters = self._parameters()
-        overwritten = set(map(id, parameters.values()))
-        steered = (p for group in self.optimizer.param_groups for p in group["params"])
-        self._guard.check(p for p in steered if id(p) not in overwritten)
-        self._tried = True
-        return self._drawn.to(device, non_blocking=True), parameters
 
-    def _release(self, parameters: Mapping[str, Tensor], sums: dict[str, Tensor], report: StepReport) -> None:
-        """Book the step, add the noise once, divide by the expected batch size, and hand over to the optimizer."""
-        if bool(report.ignored) and int(report.ignored) == int(report.mask.sum()):
-            require_finite(self.model)
-        self._drawn = None
-        self._recorder.stop()
-        self._steps_taken += 1
-        self._used = self._draws
-        self._noise.add(sums, self.plan.noise_std, self.steps_taken)
-        assert self._course is not None
-        self._course.release(sums)
-        torch._foreach_div_(list(sums.values()), self.plan.expected_batch)
-        for name, mean in sums.items():
-            p = parameters[name]
-            p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
-        self._guard.released(parameters[name] for name in sums)
-
-    def _parameters(self) -> dict[str, Tensor]:
-        """Those to train, by name. Where the model is another than before, the optimizer must be over them still, and
-        they are watched for gradients that come from elsewhere."""
-        found = structure(self.model)
-        if found is not self._watched:
-            trainable(self.model)  # refuses a model that has none
-            check_optimizer(self.model, self.optimizer)
-            self._guard.watch(found.trainable.values())
-            self._watched = found
-        return dict(found.trainable)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a batch was drawn and not yet used."""
-        return self._drawn is not None
+    def _exhausted(self) -> BudgetExhausted:
+        return BudgetExhausted(
+            f"All {self.steps} planned steps are taken, and with them the privacy budget. Nothing was released. "
+            "To train longer, plan more steps and calibrate again, before training."
+        )
 
 
 def privatize(
@@ -396,13 +413,15 @@ def privatize(
 
     Args:
         model: any module that treats samples apart; checked at the first step.
-        optimizer: any torch optimizer over the model's parameters. It sees ordinary ``.grad``.
+        optimizer: any torch optimizer over the model's parameters, or a wrapper of one (Accelerate's). It sees ordinary
+            ``.grad``.
         plan: calibrated.
         seed: None for the operating system's randomness; an integer makes the run reproducible, and its noise
-        guessable.
-        micro_batch: rows per forward of `Private.step`; None for a whole logical batch. A matter of memory and speed:
-            results do not depend on it. A Poisson draw of 512 on average is padded to 632 rows, so that (nearly) all
-            fit; in parts of 64, to 544 on average. In a loop of your own the forward is yours, on all rows.
+            guessable.
+        micro_batch: rows per forward of `Private.step`; None for a whole batch. A matter of memory and speed: results
+            do not depend on it. A compiled step has one shape, so it is padded: a Poisson draw of 512 on average to 632
+            rows, so that (nearly) all fit; in parts of 64, to 544 on average. In a loop of your own the forward is
+            yours, on the rows drawn.
         compile: trace and compile `Private.step` at its first batch, which takes from seconds to a minute and pays over
             a long run. None: on CUDA only. What cannot be compiled runs eagerly, with one line that says why. Numbers
             that ``loss_fn`` reads from attributes of objects that are no modules of the model are taken as they are at
@@ -425,18 +444,38 @@ def privatize(
         >>> private.steps_taken, private.epsilon(1e-4) <= 3
         (3, True)
     """
+    _check_arguments(model, optimizer, plan, micro_batch)
+    if compile is None:
+        compile = all(p.is_cuda for p in model.parameters())
+    return Private(model, optimizer, plan, seed, micro_batch, compile)
+
+
+def _check_arguments(model: nn.Module, optimizer: Optimizer, plan: Plan, micro_batch: int | None) -> None:
     require(plan.noise_multiplier is not None, "privatize", "plan", "calibrated", "a plan without a noise multiplier",
             "Call plan.calibrate(epsilon=..., delta=...), or give noise_multiplier.")  # fmt: skip
     require(plan.steps is not None, "privatize", "plan", "one that says how many steps", "a plan without steps",
             "Give steps or epochs, or call plan.calibrate_steps(epsilon=..., delta=...).")  # fmt: skip
     if micro_batch is not None:
         require_count("privatize", "micro_batch", micro_batch)
+    _require_one_process()
     require_finite(model)
-    require(not isinstance(optimizer, torch.optim.LBFGS), "privatize", "optimizer", "one that steps once per gradient",
-            "LBFGS", "It evaluates the loss several times a step, which would be several releases.")  # fmt: skip
-    if compile is None:
-        compile = all(p.is_cuda for p in model.parameters())
-    return Private(model, optimizer, plan, seed, micro_batch or plan.sampling.physical_batch, compile)
+    lbfgs = any(isinstance(one, torch.optim.LBFGS) for one in wrapped(optimizer))
+    require(not lbfgs, "privatize", "optimizer", "one that steps once per gradient", "LBFGS",
+            "It evaluates the loss several times a step, which would be several releases.")  # fmt: skip
+
+
+def _require_one_process() -> None:
+    """Refuse to be one of several ranks: they are not told of each other."""
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+    else:  # under torchrun, before the process group is made
+        told = os.environ.get("WORLD_SIZE", "1")
+        ranks = int(told) if told.isdecimal() and "RANK" in os.environ else 1
+    if ranks > 1:
+        raise RuntimeError(
+            f"privatize() was called in one of {ranks} processes, and distributed training is not there yet. Each rank "
+            "would train alone, on its own weights, and print the full epsilon. Run one process."
+        )
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -465,18 +504,32 @@ def _memory_advice(rows: int) -> Iterator[None]:
         ) from error
 
 
-def _split(batch: Any, mask: Tensor, rows: int) -> Iterator[tuple[slice, Any, Tensor]]:
-    """Micro-batches of one shape; a draw is always padded to a whole number of them."""
-    for k in range(0, len(mask), rows):
-        part = slice(k, k + rows)
-        yield part, part_of(batch, part, len(mask)), mask[part]
+def _stream(number: int) -> str:
+    """The label of a stream of draws. A resumed run has another than the one before it."""
+    return f"sampling/{number}" if number else "sampling"
 
 
-def _report(parts: list[Any], mask: Tensor) -> StepReport:
-    losses, norms, weights = (_together([getattr(p, f) for p in parts]) for f in ("losses", "norms", "weights"))
-    loss = losses.where(mask, 0).sum() / mask.sum().clamp(min=1)
-    return StepReport(loss, losses, norms, weights, mask, sum(p.ignored for p in parts))
+def _nothing(parameters: Parameters, device: torch.device) -> ScaledSum:
+    """The sum over no sample, in one row."""
+    sums = {n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()}
+    return ScaledSum(
+        grads=sums, norms=torch.zeros(1, device=device), weights=torch.zeros(1, device=device),
+        losses=torch.zeros(1, device=device), ignored=torch.zeros((), dtype=torch.int64),
+    )  # fmt: skip
 
 
-def _together(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(parts: list[ScaledSum]) -> ScaledSum:
+    """One result; the gradients of all parts are already in those of the first."""
+    if len(parts) == 1:
+        return parts[0]
+    losses, norms, weights = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("losses", "norms", "weights")
+    )
+    ignored = torch.stack([part.ignored for part in parts]).sum()
+    return replace(parts[0], losses=losses, norms=norms, weights=weights, ignored=ignored)
+
+
+def _report(out: ScaledSum, draw: Draw) -> StepReport:
+    losses, drawn = out.losses, len(draw.indices)
+    mask = torch.arange(len(losses), device=losses.device) < drawn
+    return StepReport(losses.sum() / max(1, drawn), losses, out.norms, out.weights, mask, out.ignored)

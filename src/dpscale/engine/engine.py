@@ -37,6 +37,7 @@ from dpscale.engine.evaluate import evaluate, exactly
 from dpscale.engine.identity import identity
 from dpscale.engine.modules import structure
 from dpscale.engine.phases import phase
+from dpscale.engine.recorder import Recorder
 from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules.forms import Dense
 from dpscale.engine.tape.tape import Sites, UnknownOperation
@@ -66,6 +67,7 @@ class Engine:
         self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
         backend = inductor if compile is True else compile
         self._compiled = CompiledSum(model, backend) if backend else None
+        self.recorder = Recorder(self)
 
     @property
     def model(self) -> nn.Module:
@@ -78,6 +80,11 @@ class Engine:
     def sites(self) -> Sites:
         """Where the samples are in each operation that parameters meet."""
         return self._sites
+
+    def obstacle(self, kind: Any) -> str | None:
+        """Why the rows of such a model and loss cannot be attributed to samples, if they cannot."""
+        found = self._obstacles.get(kind)
+        return None if found is None else found.obstacle
 
     def scaled_sum(
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor | None = None, points: Points | None = None, *,

@@ -1,186 +1,250 @@
 """Records the forwards of a model in somebody else's training loop, so that only the backward has to be ours.
 
-Between the draw of a batch and its backward, every forward of the model on that many rows is captured. One that never
-meets a backward (an evaluation) costs nothing but the memory of its graph, and is forgotten at the next draw.
+Between the draw of a batch and its backward, every forward of the model on that many rows is taped. One that never
+meets a backward (an evaluation) costs nothing but the memory of its graph, and is forgotten when no draw waits.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from dpscale.engine import ScaledSum, backward, blueprints, check_losses, exactly, signature, trainable
-from dpscale.engine.tape.tape import Capture
-from dpscale.engine.combine import combine, edges, gradients
-from dpscale.engine.compat import tree_flatten, tree_leaves, tree_unflatten
+from dpscale.engine.arguments import check_losses, trainable
+from dpscale.engine.combine import combine, gradients
+from dpscale.engine.compat import tree_flatten, tree_unflatten
 from dpscale.engine.errors import SECOND, UnsupportedModel
-from dpscale.engine.modules import structure
-from dpscale.engine.taint import Watch
+from dpscale.engine.evaluate import backward, exactly
+from dpscale.engine.result import ScaledSum
+from dpscale.engine.tape.tape import Tape, Watched
+from dpscale.engine.verify.look import Subject
+from dpscale.engine.verify.probe import random_states, set_random_states
 from dpscale.scaling import Scaling
+
+if TYPE_CHECKING:
+    from dpscale.engine.engine import Engine
+
+MOST = 32
+"""Forwards that are kept, for draws that are outstanding."""
 
 Rows = Callable[[Tensor], Tensor]
 """From a gradient to the same with the samples first."""
 
 
-class Recorder:
-    """Captures forwards of ``model`` while a drawn batch waits; see `start` and `stop`."""
+@dataclasses.dataclass(eq=False)
+class Forward:
+    """One forward that was taped."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._samples: int | None = None
-        self._captures: list[Capture] = []
-        self._outputs: list[GradientEdge] = []
-        self._running: Capture | None = None
-        self._begun = False
-        self._twice = False  # whether gradients of gradients were taken through a captured forward
+    tape: Tape
+    outputs: list[GradientEdge]
+    used: bool = False  # whether a backward came through it
+
+
+class Recorder:
+    """Tapes forwards of an engine's model while drawn batches wait; see `start` and `stop`."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self._waiting: set[int] = set()  # rows of the draws that are outstanding
+        self._forwards: list[Forward] = []
+        self._running: tuple[Tape, Subject, Any, Any] | None = None
+        self._obstacle: str | None = None
+        self._twice = False  # whether gradients of gradients were taken through a taped forward
         self._checked = 0  # samples whose losses were seen to depend on no other sample
         self._hooks: list[RemovableHandle] = []  # on the model only while a batch waits, so that none is saved with it
 
     def start(self, samples: int) -> None:
         """A batch of so many rows was drawn."""
-        self.stop()
-        self._samples = samples
-        self._hooks = [
-            self._model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
-            self._model.register_forward_hook(_Hook(self._after), always_call=True),
-        ]
-
-    @property
-    def begun(self) -> bool:
-        """Whether a forward was begun since the last draw."""
-        return self._begun
+        if not self._hooks:
+            model = self._engine.model
+            self._hooks = [
+                model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
+                model.register_forward_hook(_Hook(self._after), with_kwargs=True, always_call=True),
+            ]
+        self._waiting.add(samples)
 
     def stop(self) -> None:
         """No batch is waiting."""
         if self._running is not None:  # an interrupt came in the midst of a forward
-            self._running.__exit__(None, None, None)
+            self._running[0].__exit__(None, None, None)
             self._running = None
-        self._samples, self._captures, self._outputs = None, [], []
-        self._begun = self._twice = False
+        self._waiting, self._forwards, self._obstacle, self._twice = set(), [], None, False
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     def scaled_sum(self, losses: Tensor, rule: Scaling, mask: Tensor) -> ScaledSum:
-        """As `dpscale.engine.scaled_sum`, from losses whose forward was captured."""
+        """As `dpscale.scaled_sum`, from losses whose forward was taped."""
         check_losses(losses, len(mask))
-        parameters = trainable(self._model)
-        if not self._captures or not losses.requires_grad:
+        if self._obstacle is not None:
+            raise UnsupportedModel(
+                f"This model cannot be followed in a loop of your own: {self._obstacle}. Call private.step(batch, "
+                "loss_fn), which runs such a model sample by sample."
+            )
+        forwards = [each for each in self._forwards if each.tape.samples == len(mask)]
+        if not forwards or not losses.requires_grad:
             raise _astray()
         if self._twice:
             raise UnsupportedModel(SECOND)
-        self._check_apart(losses)
-        grads = backward(self._captures, parameters, losses, mask.to(losses.dtype))
+        self._check_apart(losses, forwards)
+        parameters = trainable(self._engine.model)
+        tapes = [each.tape for each in forwards]
+        grads = backward(tapes, parameters, losses, mask.to(losses.dtype))
         if all(g is None for each in grads for g in each):
             raise _astray()
         with exactly(losses.device):
-            forms = gradients(self._captures, grads)
-            return ScaledSum(losses=losses.detach(), **vars(combine(forms, rule, mask, parameters)))
+            out = combine(gradients(tapes, grads), rule, mask, parameters, losses.detach())
+        self._forwards = [each for each in self._forwards if not each.used]
+        return out
 
-    def _check_apart(self, losses: Tensor) -> None:
+    def _check_apart(self, losses: Tensor, forwards: list[Forward]) -> None:
         """Each loss must depend on its own row of the model's outputs alone: three samples first, then one a step.
 
         At first also by every operation that met parameters: a loss may depend on what the model keeps to itself.
         """
         several = [self._checked % len(losses)] if self._checked else range(min(3, len(losses)))
+        outputs = [(edge, lambda g: g) for each in forwards for edge in each.outputs]
         for i in several:
-            self._check_one(losses, i, torch.nan, [(edge, lambda g: g) for edge in self._outputs])
+            _check_one(losses, i, outputs)
             if not self._checked:
-                for capture in self._captures:
-                    self._check_one(losses, i, 1.0, list(_insides(capture)))
+                _check_one(losses, i, [place for each in forwards for place in _insides(each.tape)])
         self._checked += len(several)
 
-    def _check_one(self, losses: Tensor, i: int, seed: float, places: list[tuple[GradientEdge, Rows]]) -> None:
-        """What reaches ``places`` from loss ``i`` must be in its own row there."""
-        targets: Any = [edge for edge, _ in places]
-
-        def reached(value: float) -> Iterator[Tensor]:
-            seeds = torch.zeros_like(losses)
-            seeds[i] = value
-            grads = torch.autograd.grad([losses], targets, [seeds], retain_graph=True, allow_unused=True)
-            for g, (_, rows) in zip(grads, places, strict=True):
-                if g is not None:
-                    each = rows(g)
-                    yield torch.cat([each[:i], each[i + 1 :]]).ne(0)
-
-        if any(bool(others.any()) for others in reached(seed)):
-            # What is not finite is so without any seed: it is looked at apart, and adds nothing.
-            pairs = zip(reached(seed), reached(0.0), strict=True)
-            if any(bool((others & ~at_rest).any()) for others, at_rest in pairs):
-                raise UnsupportedModel(
-                    f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's output. "
-                    "Compute each loss from its own sample (reduction='none')."
-                )
-
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        samples = self._samples
-        if samples is None or not torch.is_grad_enabled() or Watch.count:
+        if not self._waiting or not torch.is_grad_enabled() or Watched.count:
             return
         flat, spec = tree_flatten((args, kwargs))
-        rows = [k for k, t in enumerate(flat) if isinstance(t, Tensor) and t.ndim and len(t) == samples]
-        if not rows:
+        sizes = {len(t) for t in flat if isinstance(t, Tensor) and t.ndim}
+        samples = next(iter(self._waiting & sizes), None)
+        if samples is None:
             return
-        self._begun = True
+        rows = [k for k, t in enumerate(flat) if isinstance(t, Tensor) and t.ndim and len(t) == samples]
+        batch = [flat[k].detach() for k in rows]
 
-        def run(batch: list[Tensor]) -> list[Tensor]:
+        def run(batch: list[Tensor]) -> Tensor:
             put = dict(zip(rows, batch, strict=True))
             a, k = tree_unflatten([put.get(n, t) for n, t in enumerate(flat)], spec)
-            return [t for t in tree_leaves(model(*a, **k)) if isinstance(t, Tensor)]
+            return _projected(model(*a, **k), len(batch[0]))
 
-        batch = [flat[k].detach() for k in rows]
-        key = ("forward", signature(structure(model), batch), tuple(t.shape[1:] for t in batch))
-        parameters = trainable(model)
-        blueprint = next(blueprints(model, key, parameters, run, batch))
-        self._running = Capture(parameters, None, blueprint, samples)
-        self._running.__enter__()
+        subject = Subject(model, trainable(model), run)
+        mask = torch.ones(samples, dtype=torch.bool)
+        kind = self._engine.trust(subject, batch, mask, "forward")
+        self._obstacle = self._engine.obstacle(kind)
+        if self._obstacle is None:
+            tape = Tape(subject.parameters, None, self._engine.sites, samples, lenient=True)
+            self._running = tape, subject, batch, (kind, mask, random_states())
+            tape.__enter__()
 
-    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        capture, self._running = self._running, None
-        if capture is None:
-            return
-        capture.__exit__(None, None, None)
+    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self._running is None:
+            return None
+        tape, subject, batch, (kind, mask, states) = self._running
+        self._running = None
+        tape.__exit__(None, None, None)
         if output is None:  # the forward raised: its error is already on the way
-            return
-        capture.finish()
-        self._captures.append(capture)
-        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        self._outputs += [get_gradient_edge(t) for t in outputs]
-        for edge in edges(capture):
-            edge.node.register_prehook(self._passed)
+            return None
+        if tape.lost:  # it met what no look has seen: look, and run it once more as it was
+            now = random_states()
+            self._engine.look(subject, batch, mask, kind)
+            tape = Tape(subject.parameters, None, self._engine.sites, tape.samples, lenient=True)
+            set_random_states(states)
+            with tape:
+                output = model(*args, **kwargs)
+            set_random_states(now)
+            if tape.lost:
+                self._obstacle = "which operations it runs changes from call to call"
+        outputs = [
+            get_gradient_edge(t) for t in tensors_of(output) if t.requires_grad and t.ndim and len(t) == tape.samples
+        ]
+        forward = Forward(tape, outputs)
+        self._forwards = [*self._forwards[-MOST + 1 :], forward]
+        for edge in tape.edges:
+            edge.node.register_prehook(partial(self._passed, forward))
+        return output
 
-    def _passed(self, _: Any) -> None:
-        """A backward came through a captured forward. One that records itself, for a gradient of the gradient, would
-        lose what that owes to the parameters: they were not there."""
+    def _passed(self, forward: Forward, _: Any) -> None:
+        """A backward came through a taped forward. One that records itself, for a gradient of the gradient, would lose
+        what that owes to the parameters: they were not there."""
+        forward.used = True
         self._twice |= torch.is_grad_enabled()
 
 
 class _Hook:
     """A recorder's hook on its own model. Copied or saved with the model, it does nothing."""
 
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
 
-    def __call__(self, *args: Any) -> None:
-        if self._call is not None:
-            self._call(*args)
+    def __call__(self, *args: Any) -> Any:
+        return None if self._call is None else self._call(*args)
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
         return _Hook, ()
 
 
-def _insides(capture: Capture) -> Iterator[tuple[GradientEdge, Rows]]:
+def tensors_of(output: Any, depth: int = 4) -> Iterator[Tensor]:
+    """The tensors in what a model returned: containers, dataclasses and namespaces are looked into."""
+    if isinstance(output, Tensor):
+        yield output
+    elif depth and isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_of(value, depth - 1)
+    elif depth and isinstance(output, list | tuple):
+        for value in output:
+            yield from tensors_of(value, depth - 1)
+    elif depth and hasattr(output, "__dict__") and not isinstance(output, type | nn.Module):
+        yield from tensors_of(vars(output), depth - 1)
+
+
+def _projected(output: Any, samples: int) -> Tensor:
+    """One number per row of a model's outputs, in which every entry counts; what has no rows does not."""
+    rows = [t for t in tensors_of(output) if t.ndim and len(t) == samples and t.is_floating_point()]
+    total = torch.zeros(samples, dtype=torch.float32, device=rows[0].device if rows else None)
+    for t in rows:
+        flat = t.reshape(samples, -1)
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        weights = torch.cos(torch.arange(flat.shape[1], device=flat.device, dtype=wide.dtype))
+        total = total + (wide * weights).sum(1)
+    return total
+
+
+def _insides(tape: Tape) -> Iterator[tuple[GradientEdge, Rows]]:
     """Where gradients arrive in a forward, and how to find the samples there."""
-    for met in capture.met:
-        for k, edge in met.edges.items():
-            yield edge, partial(met.site.layouts[f"out{k}"].per_sample, samples=capture.samples)
+    for op in tape.ops:
+        for k, edge in op.edges.items():
+            yield edge, partial(op.site.layouts[f"out{k}"].per_sample, samples=tape.samples)
+
+
+def _check_one(losses: Tensor, i: int, places: list[tuple[GradientEdge, Rows]]) -> None:
+    """What reaches ``places`` from loss ``i`` must be in its own row there."""
+    targets: Any = [edge for edge, _ in places]
+
+    def reached(value: float) -> Iterator[Tensor]:
+        seeds = torch.zeros_like(losses)
+        seeds[i] = value
+        grads = torch.autograd.grad([losses], targets, [seeds], retain_graph=True, allow_unused=True)
+        for g, (_, rows) in zip(grads, places, strict=True):
+            if g is not None:
+                each = rows(g)
+                yield torch.cat([each[:i], each[i + 1 :]]).ne(0)
+
+    if any(bool(others.any()) for others in reached(1.0)):
+        # What is not finite is so without any seed: it is looked at apart, and adds nothing.
+        pairs = zip(reached(1.0), reached(0.0), strict=True)
+        if any(bool((others & ~at_rest).any()) for others, at_rest in pairs):
+            raise UnsupportedModel(
+                f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's output. "
+                "Compute each loss from its own sample (reduction='none')."
+            )
 
 
 def _astray() -> RuntimeError:
     return RuntimeError(
-        "These losses do not come from a forward of the model on the batch that was drawn last. Compute them as "
+        "These losses do not come from a forward of the model on a batch that was drawn. Compute them as "
         "loss(model(batch), ...) on all rows of the batch, with gradients enabled, then call "
         "private.backward(losses)."
     )

@@ -193,13 +193,15 @@ class Tape(ParameterOps):
         samples: B.
         attached: let gradients pass on to the leaves that stand in for the parameters, so that plain autograd can be
             asked too. Slower: for a look.
+        lenient: run through what is not known, and say afterwards that this tape is ``lost``.
     """
 
     def __init__(
         self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor] | None, sites: Sites, samples: int,
-        attached: bool = False,
+        attached: bool = False, lenient: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.lost = False
         # Leaves stand in for the parameters. Gradients reach them only through functions of parameters alone.
         self.leaves = {n: (values or parameters)[n].detach().requires_grad_() for n in parameters}
         self.keys = {id(p): n for n, p in parameters.items()}
@@ -207,7 +209,7 @@ class Tape(ParameterOps):
         self.derived: dict[str, Derived] = {}
         self.ops: list[TapedOp] = []
         self.samples = samples
-        self._sites, self._attached = sites, attached
+        self._sites, self._attached, self._lenient = sites, attached, lenient
         self._anchor = torch.zeros((), requires_grad=True)
         self._calls: Counter[Any] = Counter()
 
@@ -247,7 +249,16 @@ class Tape(ParameterOps):
 
     def find(self, op: OpName, standing: list[Any], keys: dict[int, str]) -> Site:
         """What is known of the operation."""
-        return self._sites.find(op)
+        try:
+            return self._sites.find(op)
+        except UnknownOperation:
+            self._lose()
+            return Site("plain")
+
+    def _lose(self) -> None:
+        if not self._lenient:
+            raise UnknownOperation
+        self.lost = True
 
     def expand(self, op: OpName, site: Site, standing: list[Any], spec: Any, keys: dict[int, str]) -> Any:
         """Repeat a parameter once per sample; what comes of it is data."""
@@ -307,7 +318,8 @@ class Tape(ParameterOps):
         for k, t in outputs.items():
             layout = site.layouts[f"out{k}"]
             if t.ndim <= layout.dim or layout.split(t.shape[layout.dim], self.samples) is None:
-                raise UnknownOperation
+                self._lose()
+                return
         versions = [(t, version(t)) for t in tensors_in(args, kwargs)]
         if site.rule is None and site.role == "rows":  # to be replayed, and at the precision at which it runs now
             func = as_now(func, tensors_in(args, kwargs))

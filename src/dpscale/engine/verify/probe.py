@@ -176,7 +176,6 @@ class Probe(Numbered, Tape):
         self._growth = growth
         self._like = {(call.op.exact, call.op.ordinal): call for call in like.calls} if like else {}
         self.calls: list[ProbedCall] = []
-        self.lost = False  # whether this forward met other operations than those that are known
         self.unseen: set[str] = set()  # parameters that reach the losses past the tape
 
     @property
@@ -305,6 +304,19 @@ def own_randomness(seed: int) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.clear_autocast_cache()  # weights that were cast here must not be taken for the caller's own
+
+
+def random_states() -> list[Any]:
+    """Of all generators that are nobody's own."""
+    return [random.getstate(), np.random.get_state(), *(generator.get_state() for generator in _generators())]
+
+
+def set_random_states(states: list[Any]) -> None:
+    """Put them back."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    for generator, state in zip(_generators(), states[2:], strict=True):
+        generator.set_state(state)
 
 
 def _generators() -> list[torch.Generator]:
