@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.checks import out_of_memory
 from dpscale.engine import ScaledSum
+from dpscale.engine.compat import is_tree_node, register_tree_node, tree_leaves
 from dpscale.sampling import Draw, Indices
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -87,7 +87,7 @@ class Batch:
         return func(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
 
 
-register_pytree_node(
+register_tree_node(
     Batch,
     lambda batch: ([batch.data], batch.draw),
     lambda data, draw: Batch(next(iter(data)), draw),
@@ -97,9 +97,9 @@ register_pytree_node(
 
 def _register(data: Any) -> None:
     """Let torch's trees see into mappings of any type, such as ``BatchEncoding``: they see dictionaries only."""
-    if isinstance(data, MutableMapping) and type(data) not in SUPPORTED_NODES:
+    if isinstance(data, MutableMapping) and not is_tree_node(type(data)):
         made_of: Any = type(data)
-        register_pytree_node(
+        register_tree_node(
             made_of,
             lambda mapping: (list(mapping.values()), tuple(mapping)),
             lambda values, names: made_of(dict(zip(names, values, strict=True))),

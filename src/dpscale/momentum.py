@@ -26,9 +26,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from dpscale.checks import is_number, require, require_count, require_positive
+from dpscale.engine.compat import foreach_add_, foreach_copy_, foreach_mul_, tree_leaves, tree_map
 from dpscale.sampling import FullBatch, Sampling
 
 log = logging.getLogger("dpscale")
@@ -312,15 +312,15 @@ class _Outer(MomentumState):
         """The average in place of the sum."""
         fresh = list(sums.values())
         if self._fresh != 1:
-            torch._foreach_mul_(fresh, self._fresh)
+            foreach_mul_(fresh, self._fresh)
         if self._carried == 0:
             return
         if not self._average:
             self._average = {n: t.clone() for n, t in sums.items()}
             return
         average = [self._average[n] for n in sums]
-        torch._foreach_add_(fresh, average, alpha=self._carried)
-        torch._foreach_copy_(average, fresh)
+        foreach_add_(fresh, average, alpha=self._carried)
+        foreach_copy_(average, fresh)
 
 
 class _Ring(_Outer):
@@ -434,7 +434,7 @@ def _identities(parameters: Weights) -> dict[str, tuple[torch.Size, torch.dtype,
 
 def _copy(source: Weights, target: Weights) -> None:
     with torch.no_grad():
-        torch._foreach_copy_([target[n] for n in source], [p.detach() for p in source.values()])
+        foreach_copy_([target[n] for n in source], [p.detach() for p in source.values()])
 
 
 def _require_share(owner: Any, name: str, value: float, action: str = "1 stands for no memory.") -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from dpscale.batches import Batch, Batches, Padding, device_of, fetched, part_of, rows_of
 from dpscale.checks import out_of_memory, require, require_count
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
+from dpscale.engine.compat import foreach_add_, foreach_div_
 from dpscale.engine.modules import Structure, structure
 from dpscale.guard import Guard, wrapped
 from dpscale.momentum import MomentumState
@@ -266,7 +267,7 @@ class Private:
             with _memory_advice(len(draw.mask)):
                 out = self._engine.recorder.scaled_sum(losses, self.plan.scaling, mask)
         else:
-            out = _nothing(parameters, losses.device)
+            out = _nothing(parameters, losses.device, self.plan.bound)
         return self._release(draw, out, parameters, momentum)
 
     def _claim_draw(self, batch: Any, rows: int | None) -> Draw:
@@ -293,7 +294,7 @@ class Private:
         """The sum over the samples drawn, micro-batch by micro-batch."""
         count = len(draw.mask)
         if not draw.mask.any():
-            return _nothing(parameters, device_of(data))
+            return _nothing(parameters, device_of(data), self.plan.bound)
         points = momentum.points()
         padding = None if self._per_sample else self._padding
         size = padding.rows if padding else self._micro_batch or count
@@ -318,7 +319,7 @@ class Private:
                 else:
                     out = summed(part, torch.ones(length, dtype=torch.bool, device=device_of(part)))
             if parts:  # added at once: a compiled step overwrites its own answer
-                torch._foreach_add_(list(parts[0].grads.values()), [out.grads[n] for n in parts[0].grads])
+                foreach_add_(list(parts[0].grads.values()), [out.grads[n] for n in parts[0].grads])
             parts.append(out)
         return _joined(parts)
 
@@ -334,7 +335,7 @@ class Private:
         sums = out.grads
         self._noise.add(sums, self.plan.noise_std, self.steps_taken)
         momentum.release(sums)
-        torch._foreach_div_(list(sums.values()), self.plan.expected_batch)
+        foreach_div_(list(sums.values()), self.plan.expected_batch)
         for name, mean in sums.items():
             p = parameters[name]
             p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
@@ -509,12 +510,12 @@ def _stream(number: int) -> str:
     return f"sampling/{number}" if number else "sampling"
 
 
-def _nothing(parameters: Parameters, device: torch.device) -> ScaledSum:
+def _nothing(parameters: Parameters, device: torch.device, bound: float) -> ScaledSum:
     """The sum over no sample, in one row."""
     sums = {n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()}
     return ScaledSum(
         grads=sums, norms=torch.zeros(1, device=device), weights=torch.zeros(1, device=device),
-        losses=torch.zeros(1, device=device), ignored=torch.zeros((), dtype=torch.int64),
+        losses=torch.zeros(1, device=device), ignored=torch.zeros((), dtype=torch.int64), bound=bound,
     )  # fmt: skip
 
 

@@ -47,9 +47,7 @@ def gradients(tapes: Sequence[Tape], grads: Sequence[Sequence[Tensor | None]]) -
     return {name: total(forms).settle() for name, forms in uses.items()}
 
 
-def combine(
-    forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor], losses_B: Tensor
-) -> ScaledSum:
+def combine(forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor], losses_B: Tensor) -> ScaledSum:
     """Norms, then weights, then the sum.
 
     Guarantee: each sample adds at most ``rule.bound`` to the sum, in norm; one whose gradient is not finite, or that is

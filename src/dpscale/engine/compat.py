@@ -27,6 +27,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 # Nested containers to lists and back, as all of torch does it. If they go: the package optree has all of them.
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     TreeSpec,
     keystr,
     tree_flatten,
@@ -36,11 +37,14 @@ from torch.utils._pytree import (
     tree_structure,
     tree_unflatten,
 )
+from torch.utils._pytree import (
+    register_pytree_node as register_tree_node,
+)
 
 __all__ = [
     "CHECKPOINT_GENERATOR", "BatchNorm", "FakeTensor", "InstanceNorm", "TreeSpec", "compile_graph", "foreach_add_",
-    "foreach_copy_", "foreach_div_", "foreach_mul_", "graph_pass", "in_transform", "keystr", "merge_equal",
-    "registered", "reparametrized", "step_pre_hooks", "storage", "trace_on_fakes", "tree_flatten", "tree_flatten_with_path",
+    "foreach_copy_", "foreach_div_", "foreach_mul_", "graph_pass", "is_tree_node", "keystr", "merge_equal",
+    "register_tree_node", "registered", "reparametrized", "storage", "trace_on_fakes", "tree_flatten", "tree_flatten_with_path",
     "tree_leaves", "tree_map", "tree_structure", "tree_unflatten", "version",
 ]  # fmt: skip
 
@@ -83,15 +87,9 @@ def registered(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Any],
     return module._parameters, module._buffers, module._modules
 
 
-def in_transform(t: Tensor) -> bool:
-    """Whether a tensor is inside `torch.vmap` or another transformation of torch.func. If it goes: nothing public."""
-    inside: bool = torch._C._functorch.is_functorch_wrapped_tensor(t)
-    return inside
-
-
-def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Any:
-    """An optimizer's hooks before a step, in order. If it goes: `register_step_pre_hook`, which appends only."""
-    return optimizer._optimizer_step_pre_hooks
+def is_tree_node(made: type) -> bool:
+    """Whether torch's trees see into a container of this type. If it goes: a set of those that we registered."""
+    return made in SUPPORTED_NODES
 
 
 def trace_on_fakes(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:

@@ -65,5 +65,3 @@ def backward(
         )
     rest = iter(arrived)
     return [[next(rest) for _ in tape.edges] for tape in tapes]
-
-

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpscale.engine.compat import FakeTensor, keystr, registered, tree_flatten_with_path, version
-
+from dpscale.engine.compat import FakeTensor, keystr, tree_flatten_with_path, version
 
 _NUMBERS = (int, float, complex)
 PLAIN = (*_NUMBERS, str, bytes, type(None))

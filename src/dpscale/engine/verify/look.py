@@ -29,7 +29,7 @@ from dpscale.engine.phases import still_at
 from dpscale.engine.rules import RULE_OF, Call
 from dpscale.engine.tape.tape import OpName, Site
 from dpscale.engine.verify.probe import Growth, Numbered, Probe, ProbedCall, own_randomness
-from dpscale.engine.verify.rows import Features, choose, companies, replaced, take
+from dpscale.engine.verify.rows import Features, companies, replaced, take
 from dpscale.engine.verify.state import Surroundings
 
 ROWS, MORE = 3, 4
@@ -298,7 +298,9 @@ class Look:
                 alone = self._run(mode, take(self._rows, [i]))
             except UnsupportedModel:
                 raise
-            except Exception:  # a model may need two rows (squeeze); what depends on their number shows above all the same
+            except (
+                Exception
+            ):  # a model may need two rows (squeeze); what depends on their number shows above all the same
                 continue
             finally:
                 self._surroundings.restore()
@@ -385,7 +387,9 @@ def _attributed(
     return sites
 
 
-def _site(call: ProbedCall, others: Sequence[ProbedCall], grads: Sequence[Sequence[Tensor | None]], growth: Growth) -> Site:
+def _site(
+    call: ProbedCall, others: Sequence[ProbedCall], grads: Sequence[Sequence[Tensor | None]], growth: Growth
+) -> Site:
     """What the evidence says about one operation."""
     if call.role not in ("rows", "expanded"):
         return Site(call.role)
@@ -429,9 +433,13 @@ def _layout(
 
     agree = [layout for layout in options if agrees(layout)]
     if not agree:
-        raise _Obstacle(f"the rows of {call.name} are no sample's own in a way that repeats (sorted, packed or gathered?)")
+        raise _Obstacle(
+            f"the rows of {call.name} are no sample's own in a way that repeats (sorted, packed or gathered?)"
+        )
     if strict and len(agree) > 1:
-        raise _Obstacle(f"it cannot be told which rows of {call.name}, of shape {tuple(shape)}, belong to which sample", False)
+        raise _Obstacle(
+            f"it cannot be told which rows of {call.name}, of shape {tuple(shape)}, belong to which sample", False
+        )
     return agree[0]
 
 

@@ -141,12 +141,16 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f".{name}", each) for name, each in list(attributes.get(group, {}).items()))
         yield ".[attributes]", attributes
         yield from (
-            (f".{name}", each) for name, each in list(attributes.items()) if not name.startswith("_") and name != "training"
+            (f".{name}", each)
+            for name, each in list(attributes.items())
+            if not name.startswith("_") and name != "training"
         )
         yield from ((f".{n}", v) for n, v in list(attributes.items()) if n.startswith("_") and n not in _MODULE)
     elif isinstance(value, dict):
         if len(value) <= _ENTRIES and not any(isinstance(each, nn.Module) for each in value.values()):
-            yield from ((f"[{name!r}]", each) for name, each in list(value.items()) if isinstance(name, (*PLAIN, tuple)))
+            yield from (
+                (f"[{name!r}]", each) for name, each in list(value.items()) if isinstance(name, (*PLAIN, tuple))
+            )
     elif isinstance(value, list | tuple | deque | set | frozenset):
         if len(value) <= _ENTRIES:
             yield from ((f"[{k}]", each) for k, each in enumerate(list(value)))
