@@ -47,10 +47,10 @@ def make(case: Correct, dtype: torch.dtype | None = None) -> nn.Module:
     return model
 
 
-def batch_of(case: Correct, samples: int) -> Any:
+def batch_of(case: Correct, samples: int, dtype: torch.dtype | None = None) -> Any:
     """A batch in the type of the model's parameters."""
     batch = case.batch(samples)
-    if not case.single:
+    if (dtype or (torch.float32 if case.single else D)) is D:
         return batch
     single = {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
     return type(batch)(single)
@@ -537,6 +537,12 @@ TRANSFORMERS: dict[str, Correct] = {
     "mixtral": of_config(
         causal("Mixtral", num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2), text, language_loss,
         single=True,
+    ),
+    "mixtral-wide": of_config(  # how many tokens an expert gets decides how it rounds
+        causal(
+            "Mixtral", hidden_size=64, intermediate_size=128, num_key_value_heads=1, num_local_experts=8,
+            num_experts_per_tok=2,
+        ), text, language_loss, single=True, spread=0.0,
     ),
     "wav2vec2": of_config(
         hugging_face(
