@@ -445,6 +445,31 @@ def test_trap_32_imputation_by_a_parameter_is_not_refused(how):
     assert go(Imputes(by_batch=False), Table(missing=True), loss_fn, how).steps_taken == 5
 
 
+def first_row_together_and_alone(model, samples, loss, collate=default_collate):
+    with torch.no_grad():
+        return float(loss(model, collate(samples))[0]), float(loss(model, collate(samples[:1]))[0])
+
+
+@pytest.mark.parametrize("trap", [27, 28, 31, 32])
+def test_what_is_refused_above_is_coupled_and_what_is_accepted_is_not(trap):
+    """Without the engine: the first row among others and alone."""
+    torch.manual_seed(0)
+    table = [Table(missing=True)[i] for i in (1, 0, 2, 4)]
+    coupled, correct = {
+        27: [(Words(), list(words(0.7, 0)), loss) for loss in (mean_over_the_batch, mean_over_the_sample)],
+        28: [(Pools(trims), sorted(series(10, 0), key=lambda row: row[1]), pooled_loss) for trims in (True, False)],
+        31: [
+            (Averages().double(), sorted(Sequences(), key=lambda row: len(row[0])), loss_fn, padded),
+            (Pools(False).double(), sorted(Sequences(), key=lambda row: len(row[0])), pooled_loss, padded_with_lengths),
+        ],
+        32: [(Imputes(), table, lambda m, b: loss_fn(m, b).nan_to_num(-1)), (Imputes(False), table, loss_fn)],
+    }[trap]
+    together, alone = first_row_together_and_alone(*coupled)
+    assert abs(together - alone) > 1e-3
+    together, alone = first_row_together_and_alone(*correct)
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
 # 33
 
 
