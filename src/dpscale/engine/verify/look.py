@@ -203,7 +203,7 @@ class Look:
                 self._surroundings.restore()
                 continue
             theirs = self._left_behind()
-            if not _same(ours[i], losses[i]):
+            if not (_same(ours[i], losses[i]) or self._by_other_kernels(base, mode, ours, losses, i)):
                 self._refuse(self._rows, data, i)
             self._surroundings.compare(left, theirs)
             _, other = self._arrived(mode, losses, i)
@@ -215,6 +215,14 @@ class Look:
                 )
             return mode
         return None
+
+    def _by_other_kernels(self, base: Any, mode: Any, ours: Tensor, losses: Tensor, i: int) -> bool:
+        """Whether a loss differs by no more than rounding, where operations had other shapes in other company: rows that
+        are packed or routed by what they hold."""
+        if [op.outputs for op in base.ran] == [op.outputs for op in mode.ran]:
+            return False
+        eps = max(base.eps, mode.eps)
+        return _near(ours[i], losses[i], ours, eps, 64 * eps)
 
     def _around(self, i: int) -> list[Callable[[], Any]]:
         """Ways to replace the other rows; the next is tried if the model cannot take one."""
@@ -230,14 +238,16 @@ class Look:
         if samples <= 1:
             return
         keep = sorted(set(self._kept[: max(1, samples // 2)]))
-        ours = self._run(Numbered(self._seed), self._batch)
+        base = Numbered(self._seed)
+        ours = self._run(base, self._batch)
         left = self._left_behind()
         for company in list(companies(self._batch, self._features, self._rng))[:1]:
             data = replaced(self._batch, company(), keep)
-            losses = self._run(Numbered(self._seed), data)
+            mode = Numbered(self._seed)
+            losses = self._run(mode, data)
             theirs = self._left_behind()
             for i in keep:
-                if not _same(ours[i], losses[i]):
+                if not (_same(ours[i], losses[i]) or self._by_other_kernels(base, mode, ours, losses, i)):
                     self._refuse(self._batch, data, i)
             self._surroundings.compare(left, theirs)
 
@@ -464,13 +474,14 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return not bool(_changed(a.detach(), b.detach()).any())
 
 
-def _near(a: Tensor, b: Tensor, scale: Tensor, eps: float) -> bool:
+def _near(a: Tensor, b: Tensor, scale: Tensor, eps: float, limit: float | None = None) -> bool:
     """To rounding, relative to the scale; what is not finite is the same."""
     a, b, scale = (t.detach().double() for t in (a, b, scale))
     if not bool(torch.isfinite(a)) or not bool(torch.isfinite(b)):
         return True
     finite = scale[torch.isfinite(scale)].abs()
-    return bool((a - b).abs() <= max(eps, 2.0**-36) ** 0.5 * torch.cat([finite.flatten(), b.abs().view(1)]).max())
+    limit = max(eps, 2.0**-36) ** 0.5 if limit is None else limit
+    return bool((a - b).abs() <= limit * torch.cat([finite.flatten(), b.abs().view(1)]).max())
 
 
 def _apart(ours: Gradient, theirs: Gradient, rounding: float) -> str | None:
