@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.checks import out_of_memory
 from dpscale.engine import ScaledSum
-from dpscale.engine.compat import is_tree_node, register_tree_node, tree_leaves
+from dpscale.engine.arguments import see_into
+from dpscale.engine.compat import register_tree_node, tree_leaves
 from dpscale.sampling import Draw, Indices
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -27,6 +29,7 @@ class Batch:
     Attributes:
         data: what the dataset and its ``collate_fn`` gave, a row for every sample drawn.
         draw: its number, the indices of its samples, and a mask of its rows.
+        singles: some of its rows as ``collate_fn`` gives them for one sample alone, by their place.
 
     Example:
         >>> import numpy as np, torch
@@ -37,13 +40,13 @@ class Batch:
         (torch.Size([2, 3]), torch.float64)
     """
 
-    def __init__(self, data: Any, draw: Draw) -> None:
-        self.data, self.draw = data, draw
-        _register(data)
+    def __init__(self, data: Any, draw: Draw, singles: Mapping[int, Any] | None = None) -> None:
+        self.data, self.draw, self.singles = data, draw, singles or {}
+        see_into(data)
 
     def map(self, change: Callable[[Any], Any]) -> "Batch":
         """The batch with ``change(data)`` for its data. Every row must stay, in its place."""
-        return Batch(change(self.data), self.draw)
+        return Batch(change(self.data), self.draw, {place: change(single) for place, single in self.singles.items()})
 
     def to(self, *args: Any, **kwargs: Any) -> "Batch":
         """The batch with every tensor moved or converted, as `torch.Tensor.to` does it."""
@@ -52,6 +55,10 @@ class Batch:
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory."""
         return self.map(lambda data: _over(data, lambda t: t.pin_memory() if hasattr(t, "pin_memory") else t))
+
+    def singles_in(self, rows: slice) -> dict[int, Any]:
+        """Those among some rows, by their place there."""
+        return {k - rows.start: single for k, single in self.singles.items() if rows.start <= k < rows.stop}
 
     def __len__(self) -> int:
         return len(self.data)
@@ -69,7 +76,9 @@ class Batch:
         self.data[key] = value
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("data", "draw") or name.startswith("__"):  # not there yet, or looked for by copy and pickle
+        if name in ("data", "draw", "singles") or name.startswith(
+            "__"
+        ):  # not there yet, or looked for by copy and pickle
             raise AttributeError(name)
         return getattr(self.data, name)
 
@@ -89,25 +98,10 @@ class Batch:
 
 register_tree_node(
     Batch,
-    lambda batch: ([batch.data], batch.draw),
-    lambda data, draw: Batch(next(iter(data)), draw),
+    lambda batch: ([batch.data, batch.singles], batch.draw),
+    lambda parts, draw: Batch(*(found := list(parts))[:1], draw, found[1]),
     serialized_type_name="dpscale.Batch",
 )
-
-
-def _register(data: Any) -> None:
-    """Let torch's trees see into mappings of any type, such as ``BatchEncoding``: they see dictionaries only."""
-    if isinstance(data, MutableMapping) and not is_tree_node(type(data)):
-        made_of: Any = type(data)
-        register_tree_node(
-            made_of,
-            lambda mapping: (list(mapping.values()), tuple(mapping)),
-            lambda values, names: made_of(dict(zip(names, values, strict=True))),
-        )
-    if isinstance(data, (Mapping, list, tuple)):
-        for value in data.values() if isinstance(data, Mapping) else data:
-            if isinstance(value, (Mapping, list, tuple)):
-                _register(value)
 
 
 class Batches(Iterator[Batch]):
@@ -158,16 +152,26 @@ class Padding:
             return False  # if it was not for the zeros, the copies will show it
 
 
-class Counted:
-    """A ``collate_fn`` that also says how many samples it was given."""
+class Collated:
+    """A ``collate_fn`` that also says how many samples it was given, and what it makes of two of them alone.
+
+    What it makes of a sample may depend on the others: it pads to the longest. Whoever checks that can compare.
+    """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        """(How many samples came, the batch.)"""
+    def __call__(self, samples: list[Any]) -> tuple[int, Any, dict[int, Any]]:
+        """(How many samples came, the batch, the shortest and the longest sample as batches of their own.)"""
         count = len(samples)  # before `collate`, which may change the list
-        return count, self.collate(samples)
+        singles = {}
+        if self.collate is not default_collate:
+            sizes = [sum(t.numel() for t in tree_leaves(sample) if isinstance(t, Tensor)) for sample in samples]
+            ends = {sizes.index(min(sizes)), sizes.index(max(sizes))} if sizes else set()
+            for place in ends:
+                with suppress(Exception):  # it may need several
+                    singles[place] = self.collate([copy.deepcopy(samples[place])])
+        return count, self.collate(samples), singles
 
 
 def chosen_rows(tensors: Sequence[Tensor], draws: Iterable[Indices]) -> Iterator[tuple[Tensor, ...]]:
@@ -180,8 +184,8 @@ def chosen_rows(tensors: Sequence[Tensor], draws: Iterable[Indices]) -> Iterator
 
 def fetched(
     dataset: Dataset[Any], loader: Mapping[str, Any], draws: Iterable[Indices]
-) -> Iterator[tuple[Indices, Any]]:
-    """(What was drawn, the data of it.) For an empty draw sample 0 shows the shape, and its values are blanked."""
+) -> Iterator[tuple[Indices, Any, Mapping[int, Any]]]:
+    """(What was drawn, the data of it, some rows of it collated alone.) For an empty draw sample 0 shows the shape, and its values are blanked."""
     waiting: list[Indices] = []
 
     def rows() -> Iterator[Indices]:
@@ -189,33 +193,33 @@ def fetched(
             waiting.append(indices)
             yield indices if len(indices) else np.zeros(1, dtype=np.int64)
 
-    counted: Iterable[tuple[int, Any]]
+    counted: Iterable[tuple[int, Any, Mapping[int, Any]]]
     if type(dataset) is TensorDataset and not loader:
-        counted = ((len(data[0]), data) for data in chosen_rows(dataset.tensors, rows()))
+        counted = ((len(data[0]), data, {}) for data in chosen_rows(dataset.tensors, rows()))
     else:
-        collate = Counted(loader.get("collate_fn") or default_collate)
+        collate = Collated(loader.get("collate_fn") or default_collate)
         chosen = (indices.tolist() for indices in rows())
         counted = DataLoader(dataset, batch_sampler=chosen, **{**loader, "collate_fn": collate})
-    for count, data in counted:
+    for count, data, singles in counted:
         indices = waiting.pop(0)
         if count != (wanted := max(1, len(indices))):
             raise ValueError(
                 f"The dataset gave {count} samples where {wanted} were drawn. Which of them are missing cannot be "
                 "told. Give a sample for each index: one that cannot be read may be a constant, such as zeros."
             )
-        yield indices, data if len(indices) else neutral(data, count)
+        yield (indices, data, singles) if len(indices) else (indices, neutral(data, count), {})
 
 
 def rows_of(data: Any) -> int | None:
     """How many rows the tensors of a batch have; None if they do not agree, or if there are none."""
-    _register(data)
+    see_into(data)
     sizes = {len(t) if t.ndim else None for t in tree_leaves(data) if isinstance(t, Tensor)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def device_of(data: Any) -> torch.device:
     """Where the first tensor of a batch is; the CPU if there is none."""
-    _register(data)
+    see_into(data)
     return next((t.device for t in tree_leaves(data) if isinstance(t, Tensor)), torch.device("cpu"))
 
 

@@ -216,13 +216,13 @@ class Private:
             self._engine.recorder.stop()
         drawn = self.plan.sampling.draws(self._key.generator(_stream(state.stream)), start=state.handed_out)
         try:
-            for indices, data in fetched(dataset, loader, islice(drawn, count)):
+            for indices, data, singles in fetched(dataset, loader, islice(drawn, count)):
                 with state.lock:
                     if this != state.loop:
                         raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
                     draw = state.hand_out(indices)
                     self._engine.recorder.start(len(draw.mask))
-                yield Batch(data, draw)
+                yield Batch(data, draw, singles)
         except GeneratorExit:  # the loop was left: what it has handed out will not come back
             with state.lock:
                 if this == state.loop:
@@ -241,7 +241,8 @@ class Private:
         draw = self._claim_draw(batch, rows_of(data))
         parameters = self._parameters()
         momentum = self._momentum_state(parameters, len(draw.mask))
-        out = self._summed(draw, data, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
+        singles = batch.singles if isinstance(batch, Batch) else {}
+        out = self._summed(Batch(data, draw, singles), loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
         report = self._release(draw, out, parameters, momentum)
         self.optimizer.step()
         self._require_applied()
@@ -288,12 +289,10 @@ class Private:
         self._guard.check(p for p in steered if id(p) not in overwritten)
         return draw
 
-    def _summed(
-        self, draw: Draw, data: Any, loss_fn: LossFn, parameters: Parameters, momentum: MomentumState
-    ) -> ScaledSum:
+    def _summed(self, batch: Batch, loss_fn: LossFn, parameters: Parameters, momentum: MomentumState) -> ScaledSum:
         """The sum over the samples drawn, micro-batch by micro-batch."""
-        count = len(draw.mask)
-        if not draw.mask.any():
+        data, count = batch.data, len(batch.draw.mask)
+        if not batch.draw.mask.any():
             return _nothing(parameters, device_of(data), self.plan.bound)
         points = momentum.points()
         padding = None if self._per_sample else self._padding
@@ -310,7 +309,7 @@ class Private:
 
                 return self._engine.scaled_sum(
                     loss_fn, data, self.plan.scaling, mask, points if len(points) > 1 else None,
-                    keep=count > size and not parts, change=remember if self._per_sample else None,
+                    keep=count > size and not parts, change=remember if self._per_sample else None, singles=batch.singles_in(rows),
                 )  # fmt: skip
 
             with _memory_advice(size):

@@ -1,14 +1,14 @@
 """What the engine is given: checked once, at its boundary."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpscale.checks import is_number, require
-from dpscale.engine.compat import tree_leaves, tree_structure
+from dpscale.engine.compat import is_tree_node, register_tree_node, tree_leaves, tree_structure
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.modules import Structure, structure
 
@@ -47,8 +47,24 @@ def require_real(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
+def see_into(data: Any) -> None:
+    """Let torch's trees see into mappings of any type, such as ``BatchEncoding``: they see dictionaries only."""
+    if isinstance(data, MutableMapping) and not is_tree_node(type(data)):
+        made_of: Any = type(data)
+        register_tree_node(
+            made_of,
+            lambda mapping: (list(mapping.values()), tuple(mapping)),
+            lambda values, names: made_of(dict(zip(names, values, strict=True))),
+        )
+    if isinstance(data, (Mapping, list, tuple)):
+        for value in data.values() if isinstance(data, Mapping) else data:
+            if isinstance(value, (Mapping, list, tuple)):
+                see_into(value)
+
+
 def batch_size(batch: Any) -> tuple[int, torch.device]:
     """The common first dimension of a batch's tensors, and their device."""
+    see_into(batch)
     tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
     require(bool(tensors), "scaled_sum", "batch", "a pytree that holds at least one tensor", type(batch).__name__)
     sizes = [t.shape[0] if t.ndim else None for t in tensors]

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscale.engine.errors import UnsupportedModel
-
 State = tuple[Tensor, ...]
 """Hidden state of one layer and direction: (h,), or (h, c) for an LSTM."""
 
@@ -44,25 +42,20 @@ def _gru(x_BG: Tensor, h_BG: Tensor, state: State) -> State:
     return (n + torch.sigmoid(x_z + h_z) * (state[0] - n),)
 
 
-def _network(step: Step, name: str) -> Callable[..., Any]:
+def _network(step: Step) -> Callable[..., Any]:
     """A stack of recurrent layers, called as `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu` are."""
 
     def run(
         input: Tensor,
         hx: Any,
         params: Sequence[Tensor],
-        has_biases: Any,
+        has_biases: bool,
         num_layers: int,
         dropout: float,
         train: bool,
         bidirectional: bool,
         batch_first: bool,
     ) -> Any:
-        if not isinstance(has_biases, bool):  # torch's other signature: (data, batch_sizes, hx, params, ...)
-            raise UnsupportedModel(
-                f"{name} got a PackedSequence, whose rows are time steps of several samples sorted by length, so they "
-                "cannot be attributed to samples. Pass the padded tensor, and mask what lies beyond each length."
-            )
         x = input.transpose(0, 1) if batch_first else input
         directions = 2 if bidirectional else 1
         given: State = (hx,) if isinstance(hx, Tensor) else tuple(hx)
@@ -121,7 +114,12 @@ def _cell(step: Step) -> Callable[..., Any]:
 _STEPS: dict[str, Step] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}
 
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
-    **{getattr(torch, name): _network(step, name) for name, step in _STEPS.items()},
+    **{getattr(torch, name): _network(step) for name, step in _STEPS.items()},
     **{getattr(torch, f"{name}_cell"): _cell(step) for name, step in _STEPS.items()},
 }
 """What to run in the place of an operation whose parameters are to be met."""
+
+
+def packed(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a recurrent network is given a `PackedSequence`: rows of several samples, sorted by length."""
+    return func in COMPOSITES and func.__name__ in _STEPS and len(args) > 3 and not isinstance(args[3], bool)

@@ -29,7 +29,7 @@ from dpscale.engine.rules.derivation import Derived
 from dpscale.engine.tape import channels
 from dpscale.engine.tape.calls import as_now, in_place, out_of_place, result, tensors_in
 from dpscale.engine.tape.checkpoints import resume, suspend
-from dpscale.engine.tape.composites import COMPOSITES
+from dpscale.engine.tape.composites import COMPOSITES, packed
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
@@ -168,7 +168,7 @@ class ParameterOps(TorchFunctionMode):
             raise UnsupportedModel(SECOND)
         if not any(id(t) in self.keys for t in tensors_in(args, kwargs)) or asks(func, args):
             return self.pass_by(func, args, kwargs)
-        inside = enter(func)
+        inside = None if packed(func, args) else enter(func)
         if inside is not None:
             with self:
                 return inside(*args, **kwargs)

@@ -92,12 +92,14 @@ class Look:
         self._kept, self._singles, self._whole, self._seed = list(kept), singles or {}, whole, seed
         self._rng = np.random.default_rng(seed)
         self._rows = take(batch, self._kept)
+        self._moved: tuple[Any, Any, int] | None = None
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self) -> Finding:
         """Raises `UnsupportedModel` for a model that must not be trained."""
         try:
-            finding = self._look()
+            with torch.autograd.set_detect_anomaly(False):  # rows of nothing may well have gradients that are NaN
+                finding = self._look()
         finally:
             changed = self._surroundings.restore()
         self._surroundings.require_parameters_kept(changed)
@@ -127,6 +129,8 @@ class Look:
             self._check_credit(base, sites, arrived)
         except _Obstacle as obstacle:
             return Finding((), str(obstacle), obstacle.lasting)
+        if self._moved is not None:  # by a little, and its rows are where they were
+            self._refuse(*self._moved)
         return Finding([(call.op, site) for call, site in zip(base.calls, sites, strict=True)])
 
     # Runs
@@ -191,6 +195,7 @@ class Look:
 
     def _in_other_company(self, i: int, base: Any, ours: Tensor, left: dict[str, Any], g: Gradient) -> Any:
         """Row i with others around it: its loss, its gradient, and the state afterwards are what they were."""
+        found = None
         for company in self._around(i):
             probing = isinstance(base, Probe)
             mode = Probe(self._subject.parameters, ROWS, self._seed, like=base) if probing else Numbered(self._seed)
@@ -203,26 +208,32 @@ class Look:
                 self._surroundings.restore()
                 continue
             theirs = self._left_behind()
-            if not (_same(ours[i], losses[i]) or self._by_other_kernels(base, mode, ours, losses, i)):
-                self._refuse(self._rows, data, i)
+            self._unmoved(base, mode, self._rows, data, ours, losses, i)
             self._surroundings.compare(left, theirs)
-            _, other = self._arrived(mode, losses, i)
-            if _apart(g, other, mode.eps**0.5) is not None:
+            if _apart(g, self._arrived(mode, losses, i)[1], mode.eps**0.5) is not None:
                 raise UnsupportedModel(
                     "Samples are coupled in the backward: the gradient of one sample depends on another, though no "
-                    "loss does. A hook on a tensor or a module, or the backward of a custom autograd function, computes "
-                    "with the whole batch. Let it treat each sample apart, or leave it out."
+                    "loss does. A hook on a tensor or a module, or the backward of a custom autograd function, "
+                    "computes with the whole batch. Let it treat each sample apart, or leave it out."
                 )
-            return mode
-        return None
+            found = mode
+            if not probing or (not mode.lost and len(mode.calls) == len(base.calls)):
+                break  # others may run other operations, where a model asks whether a mask is all ones
+        return found
 
-    def _by_other_kernels(self, base: Any, mode: Any, ours: Tensor, losses: Tensor, i: int) -> bool:
-        """Whether a loss differs by no more than rounding, where operations had other shapes in other company: rows that
-        are packed or routed by what they hold."""
-        if [op.outputs for op in base.ran] == [op.outputs for op in mode.ran]:
-            return False
+    def _unmoved(self, base: Any, mode: Any, ours: Any, theirs: Any, a: Tensor, b: Tensor, i: int) -> None:
+        """Refuse a row whose loss is another in other company.
+
+        Rounding is no reason where operations had other shapes (a model that asks whether its mask is all ones). Where
+        they had not, rows may have changed places (sorted, routed): that is right if they are run sample by sample.
+        """
+        if _same(a[i], b[i]):
+            return
         eps = max(base.eps, mode.eps)
-        return _near(ours[i], losses[i], ours, eps, 64 * eps)
+        if not _near(a[i], b[i], a, eps, 64 * eps):
+            self._refuse(ours, theirs, i)
+        if [op.outputs for op in base.ran] == [op.outputs for op in mode.ran]:
+            self._moved = ours, theirs, i
 
     def _around(self, i: int) -> list[Callable[[], Any]]:
         """Ways to replace the other rows; the next is tried if the model cannot take one."""
@@ -247,8 +258,7 @@ class Look:
             losses = self._run(mode, data)
             theirs = self._left_behind()
             for i in keep:
-                if not (_same(ours[i], losses[i]) or self._by_other_kernels(base, mode, ours, losses, i)):
-                    self._refuse(self._batch, data, i)
+                self._unmoved(base, mode, self._batch, data, ours, losses, i)
             self._surroundings.compare(left, theirs)
 
     def _refuse(self, ours: Any, theirs: Any, i: int) -> None:

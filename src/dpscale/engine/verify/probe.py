@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,12 +18,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpscale.engine.compat import tree_flatten, tree_leaves
 from dpscale.engine.tape.calls import as_now, result, tensors_in
+from dpscale.engine.tape.composites import packed
 from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, enter
 
 Shapes = tuple[torch.Size, ...]
 
-_DROPOUT = {"dropout", "dropout_", "alpha_dropout", "alpha_dropout_"}
-_FEATURE_DROPOUT = {"feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_"}
+_DROPOUT = {f"{name}dropout{end}" for name in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Numbered(ParameterOps):
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
         self._entered: list[Callable[..., Any]] = []
         self._drew = 0
+        self._start = random.getstate(), np.random.get_state()[2]
         self._seed, self._dropout, self._given, self._keep = seed, dropout, draws, keep
 
     def __torch_function__(
@@ -68,7 +69,7 @@ class Numbered(ParameterOps):
         kwargs = kwargs or {}
         if asks(func, args):
             return func(*args, **kwargs)
-        inside = enter(func)
+        inside = None if packed(func, args) else enter(func)
         if inside is not None and func not in self._entered:  # some hand themselves over a second time
             self._entered.append(func)
             try:
@@ -76,6 +77,10 @@ class Numbered(ParameterOps):
                     return inside(*args, **kwargs)
             finally:
                 self._entered.pop()
+        if getattr(func, "__name__", "") == "scaled_dot_product_attention":  # whose dropout's mask cannot be seen
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs, "dropout_p": 0.0}
+            if len(args) > 4:
+                del kwargs["dropout_p"]
         index = len(self.ran)
         inputs = _shapes((args, kwargs))
         self.ran.append(RanOp(func, inputs, ()))
@@ -93,6 +98,20 @@ class Numbered(ParameterOps):
             self.outputs.append([t.detach().clone() for t in tree_leaves(made) if isinstance(t, Tensor)])
         return out
 
+    @property
+    def draws_elsewhere(self) -> bool:
+        """Whether numbers were drawn from Python's or numpy's generators, which know nothing of rows."""
+        return (random.getstate(), np.random.get_state()[2]) != self._start
+
+    def __enter__(self) -> Self:
+        if not self.ran:
+            self._start = random.getstate(), np.random.get_state()[2]
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.unmatched |= self.draws_elsewhere
+        super().__exit__(*error)
+
     def _note_precision(self, made: Any) -> None:
         if isinstance(made, Tensor) and made.is_floating_point():
             tf32 = made.is_cuda and made.dtype == torch.float32
@@ -105,21 +124,15 @@ class Numbered(ParameterOps):
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it, dropout as a product."""
         name = getattr(func, "__name__", "")
-        if name in _DROPOUT or name in _FEATURE_DROPOUT:
+        if name in _DROPOUT:
             return self._dropped(name, *args, **kwargs)
-        if name == "scaled_dot_product_attention":  # its mask cannot be seen
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}
-            kwargs.pop("dropout_p", None)
         return func(*args, **kwargs)
 
     def _dropped(self, name: str, input: Tensor, p: float = 0.5, train: bool = True, **kwargs: Any) -> Tensor:
         p, train = kwargs.get("p", p), kwargs.get("training", train)
         if not (train and p > 0 and self._dropout):
             return input
-        shape = input.shape[:2] + (1,) * (input.ndim - 2) if name in _FEATURE_DROPOUT else input.shape
-        kept = torch.rand(shape, device=input.device) >= p
-        kept = self._own_part(kept)
-        mask = kept.to(input.dtype) / max(1 - p, 1e-6)
+        mask = self._own_part(getattr(torch, name.rstrip("_"))(torch.ones_like(input), p, True).detach())
         return input.mul_(mask) if name.endswith("_") else input * mask
 
     def _drawn(self, made: Any, out: Any) -> Any:
@@ -184,7 +197,11 @@ class Probe(Numbered, Tape):
         return next(iter(self.leaves.values())).device
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tape it."""
+        """Tape it; of dropout on a parameter, note the mask."""
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUT:
+            self._dropped(name, torch.ones_like(args[0]), *args[1:], **kwargs)
+            _seed(self._seed + self._drew)
         return Tape.meet(self, func, args, kwargs)
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
