@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from dpscale.engine.compiled import Fast
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpscale
-from dpscale.engine.compiled import Fast
 from dpscale.momentum import MOMENTA
 
 N, BATCH = 12, 6

@@ -178,7 +178,8 @@ def pooled_loss(model, batch):
 @pytest.mark.parametrize("seed", range(2))
 def test_trap_28_a_forward_that_trims_to_the_longest_is_refused(longest, seed, how):
     torch.manual_seed(seed)
-    refused(Pools(), series(longest, seed), pooled_loss, how, seed=seed)
+    by = 2 if longest == 5 else 0  # nothing shows while all rows that were drawn are of one length
+    refused(Pools(), series(longest, seed), pooled_loss, how, seed=seed, by=by)
 
 
 @both_ways

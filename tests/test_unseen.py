@@ -7,17 +7,17 @@ import random
 import weakref
 from types import ModuleType
 
+import dpscale.engine.inspection as inspection
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from dpscale.engine.compiled import Fast
+from dpscale.engine.observation import Observer
 from torch import nn
 
 import dpscale
 import dpscale.engine as engine
-import dpscale.engine.inspection as inspection
-from dpscale.engine.compiled import Fast
-from dpscale.engine.observation import Observer
 
 from .helpers import data, loss_fn, mlp, private
 from .seeding import seeded

@@ -1,7 +1,7 @@
 """Batch: data and the draw that they came from. Padding to a fixed shape, where a compiled step needs one."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,11 +13,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.checks import out_of_memory
 from dpscale.engine import ScaledSum
-from dpscale.engine.arguments import see_into
+from dpscale.engine.arguments import has_rows, over_rows, see_into
 from dpscale.engine.compat import register_tree_node, tree_leaves
 from dpscale.sampling import Draw, Indices
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Batch:
@@ -50,15 +48,11 @@ class Batch:
 
     def to(self, *args: Any, **kwargs: Any) -> "Batch":
         """The batch with every tensor moved or converted, as `torch.Tensor.to` does it."""
-        return self.map(lambda data: _over(data, lambda t: t.to(*args, **kwargs)))
+        return self.map(lambda data: over_rows(data, lambda t: t.to(*args, **kwargs)))
 
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory."""
-        return self.map(lambda data: _over(data, lambda t: t.pin_memory() if hasattr(t, "pin_memory") else t))
-
-    def singles_in(self, rows: slice) -> dict[int, Any]:
-        """Those among some rows, by their place there."""
-        return {k - rows.start: single for k, single in self.singles.items() if rows.start <= k < rows.stop}
+        return self.map(lambda data: over_rows(data, lambda t: t.pin_memory() if hasattr(t, "pin_memory") else t))
 
     def __len__(self) -> int:
         return len(self.data)
@@ -225,7 +219,7 @@ def device_of(data: Any) -> torch.device:
 
 def part_of(data: Any, part: slice, count: int) -> Any:
     """The rows ``part`` of whatever in a batch has ``count`` of them, lists of plain values included."""
-    return _over(data, lambda rows: rows[part] if _has(rows, count) else rows, count)
+    return over_rows(data, lambda rows: rows[part] if has_rows(rows, count) else rows, count)
 
 
 def neutral(data: Any, count: int) -> Any:
@@ -234,7 +228,7 @@ def neutral(data: Any, count: int) -> Any:
     def blank(rows: Any) -> Any:
         return torch.zeros_like(rows) if isinstance(rows, Tensor) else type(rows)([_blank(rows)] * count)
 
-    return _over(data, blank, count)
+    return over_rows(data, blank, count)
 
 
 def padded(data: Any, count: int, rows: int, *, copies: bool = False) -> Any:
@@ -248,44 +242,16 @@ def padded(data: Any, count: int, rows: int, *, copies: bool = False) -> Any:
     more = rows - count
 
     def longer(values: Any) -> Any:
-        if not _has(values, count):
+        if not has_rows(values, count):
             return values
         if isinstance(values, Tensor):
             extra = values[:1].expand(more, *values.shape[1:]) if copies else values.new_zeros(more, *values.shape[1:])
             return torch.cat([values, extra])
         return type(values)([*values, *(values[:1] if copies else [_blank(values)]) * more])
 
-    return _over(data, longer, count) if more else data
+    return over_rows(data, longer, count) if more else data
 
 
 def _blank(values: Sequence[Any]) -> Any:
     """Of the type of these: 0, False, an empty string."""
     return None if not values or values[0] is None else type(values[0])()
-
-
-def _has(rows: Any, count: int) -> bool:
-    """Whether a tensor or a list of plain values has so many rows."""
-    return (not isinstance(rows, Tensor) or rows.ndim > 0) and len(rows) == count
-
-
-def _over(data: Any, change: Callable[[Any], Any], count: int | None = None) -> Any:
-    """A batch with a change of its tensors and, where ``count`` is given, of its lists of so many plain values."""
-    if isinstance(data, Tensor) or (count is not None and _plain_rows(data, count)):
-        return change(data)
-    if isinstance(data, MutableMapping):
-        changed = copy.copy(data)
-        for name, value in data.items():
-            changed[name] = _over(value, change, count)
-        return changed
-    if isinstance(data, Mapping):
-        return {name: _over(value, change, count) for name, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        values = [_over(value, change, count) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    return change(data) if count is None and hasattr(data, "to") else data
-
-
-def _plain_rows(data: Any, count: int) -> bool:
-    """Whether it is a list of a plain value for each sample: names, say."""
-    listed = isinstance(data, (list, tuple)) and not hasattr(data, "_fields")
-    return listed and len(data) == count and all(isinstance(value, _PLAIN) for value in data)

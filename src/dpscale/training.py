@@ -221,7 +221,8 @@ class Private:
                     if this != state.loop:
                         raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
                     draw = state.hand_out(indices)
-                    self._engine.recorder.start(len(draw.mask))
+                    if draw.mask.any():
+                        self._engine.recorder.start(len(draw.mask))
                 yield Batch(data, draw, singles)
         except GeneratorExit:  # the loop was left: what it has handed out will not come back
             with state.lock:
@@ -309,7 +310,7 @@ class Private:
 
                 return self._engine.scaled_sum(
                     loss_fn, data, self.plan.scaling, mask, points if len(points) > 1 else None,
-                    keep=count > size and not parts, change=remember if self._per_sample else None, singles=batch.singles_in(rows),
+                    keep=count > size and not parts, change=remember if self._per_sample else None, singles=batch.singles if count <= size else None,
                 )  # fmt: skip
 
             with _memory_advice(size):

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from dpscale.engine.channels import between, channels_last
+from dpscale.engine.compiled import Fast
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpscale
 from dpscale.engine import compiled, inductor
-from dpscale.engine.channels import between, channels_last
-from dpscale.engine.compiled import Fast
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.rules import normalization
 

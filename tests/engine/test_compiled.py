@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from dpscale.engine.compiled import Fast
+from dpscale.engine.inductor import inductor
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpscale
 from dpscale.engine import compiled as module
 from dpscale.engine import kernels, phases
-from dpscale.engine.compiled import Fast
-from dpscale.engine.inductor import inductor
 
 from ..helpers import SIZE, data, mlp, plan, train, vector
 from ..helpers import loss_fn as cross_entropy

@@ -11,8 +11,8 @@ from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves, tree_map
 
 import dpscale
-from dpscale import engine
 import dpscale.engine.engine as engine_module
+from dpscale import engine
 from dpscale.engine import Engine
 from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.reference import per_sample_gradients

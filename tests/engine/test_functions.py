@@ -8,9 +8,8 @@ from types import FunctionType, ModuleType
 
 import pytest
 import torch
-from torch import nn
-
 from dpscale.engine.functions import identity
+from torch import nn
 
 scale = 1.0
 

@@ -5,10 +5,10 @@ import weakref
 
 import pytest
 import torch
+from dpscale.engine.taint import COUNTERS
 from torch import nn
 
 from dpscale.engine.modules import structure
-from dpscale.engine.taint import COUNTERS
 
 
 class Shared(nn.Module):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-
-import dpscale
 from dpscale.engine.compiled import Fast
 from dpscale.engine.verdict import Verdict, tell
+
+import dpscale
 
 from ..helpers import SIZE, data, mlp
 from ..helpers import loss_fn as cross_entropy

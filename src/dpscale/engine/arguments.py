@@ -1,5 +1,6 @@
 """What the engine is given: checked once, at its boundary."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from dpscale.checks import is_number, require
 from dpscale.engine.compat import is_tree_node, register_tree_node, tree_leaves, tree_structure
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.modules import Structure, structure
+from dpscale.engine.modules import PLAIN, Structure, structure
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch) -> losses``, one per sample, shape (B,)."""
@@ -121,6 +122,34 @@ def check_points(points: Points | None, parameters: Mapping[str, Tensor]) -> Poi
     return points
 
 
+def has_rows(rows: Any, count: int) -> bool:
+    """Whether a tensor or a list of plain values has so many rows."""
+    return (not isinstance(rows, Tensor) or rows.ndim > 0) and len(rows) == count
+
+
+def over_rows(data: Any, change: Callable[[Any], Any], count: int | None = None) -> Any:
+    """A batch with a change of its tensors and, where ``count`` is given, of its lists of so many plain values."""
+    if isinstance(data, Tensor) or (count is not None and _plain_rows(data, count)):
+        return change(data)
+    if isinstance(data, MutableMapping):
+        changed = copy.copy(data)
+        for name, value in data.items():
+            changed[name] = over_rows(value, change, count)
+        return changed
+    if isinstance(data, Mapping):
+        return {name: over_rows(value, change, count) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        values = [over_rows(value, change, count) for value in data]
+        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+    return change(data) if count is None and hasattr(data, "to") else data
+
+
+def _plain_rows(data: Any, count: int) -> bool:
+    """Whether it is a list of a plain value for each sample: names, say."""
+    listed = isinstance(data, (list, tuple)) and not hasattr(data, "_fields")
+    return listed and len(data) == count and all(isinstance(value, PLAIN) for value in data)
+
+
 def shapes_of(batch: Any) -> Any:
     """The shape of one sample. The number of samples is no part of it."""
     return tuple(t.shape[1:] for t in tree_leaves(batch) if isinstance(t, Tensor))
@@ -130,7 +159,7 @@ def kind_of(found: Structure, batch: Any) -> Any:
     """When this changes, what was found out about a model of that structure may no longer hold."""
     return (
         *found.switches(),
-        str(tree_structure(batch)),
+        str(tree_structure(over_rows(batch, lambda rows: 0, batch_size(batch)[0]))),
         tuple(t.dtype for t in tree_leaves(batch) if isinstance(t, Tensor)),
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
     )

@@ -8,6 +8,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -162,7 +163,7 @@ class Engine:
         kept = choose(rows, available, [i for i in first or () if mask[i]], ROWS, rng)
         seed = 1_000_003 * number
         try:
-            with phase("checking"):
+            with nullcontext() if number else phase("checking"):  # later looks are short
                 finding = Look(subject, batch, rows, kept, singles=singles, seed=seed)()
         except UnsupportedModel:
             self._schedule.forget()

@@ -29,7 +29,7 @@ from dpscale.engine.phases import still_at
 from dpscale.engine.rules import RULE_OF, Call
 from dpscale.engine.tape.tape import OpName, Site
 from dpscale.engine.verify.probe import Growth, Numbered, Probe, ProbedCall, own_randomness
-from dpscale.engine.verify.rows import Features, companies, replaced, take
+from dpscale.engine.verify.rows import Features, companies, count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
 
 ROWS, MORE = 3, 4
@@ -118,6 +118,7 @@ class Look:
             )
         arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
         others = [self._in_other_company(i, base, losses, left, arrived[i][1]) for i in range(ROWS)]
+        self._among_nothing(base, losses, left)
         self._alone(base, losses)
         self._collated()
         if self._whole:
@@ -221,6 +222,21 @@ class Look:
                 break  # others may run other operations, where a model asks whether a mask is all ones
         return found
 
+    def _among_nothing(self, base: Any, ours: Tensor, left: dict[str, Any]) -> None:
+        """Each row with empty ones around it."""
+        for i in range(ROWS):
+            mode, data = Numbered(self._seed), replaced(self._rows, neutral(self._rows), [i])
+            try:
+                losses = self._run(mode, data)
+            except UnsupportedModel:
+                raise
+            except Exception:  # a model need not take them
+                self._surroundings.restore()
+                return
+            theirs = self._left_behind()
+            self._unmoved(base, mode, self._rows, data, ours, losses, i)
+            self._surroundings.compare(left, theirs)
+
     def _unmoved(self, base: Any, mode: Any, ours: Any, theirs: Any, a: Tensor, b: Tensor, i: int) -> None:
         """Refuse a row whose loss is another in other company.
 
@@ -237,15 +253,15 @@ class Look:
 
     def _around(self, i: int) -> list[Callable[[], Any]]:
         """Ways to replace the other rows; the next is tried if the model cannot take one."""
-        ways = []
-        for way in companies(self._batch, self._features, self._rng):
-            ways.append(lambda way=way: replaced(self._rows, take(way(), self._kept), [i]))
-        first = i % len(ways) if i else 0
-        return [ways[first if i < 2 else -1], *ways]
+        ways = [
+            lambda way=way: replaced(self._rows, take(way(), self._kept), [i])
+            for way in companies(self._batch, self._features, self._rng)
+        ]
+        return [*ways[i:], *ways[:i]]
 
     def _whole_batch(self) -> None:
         """The whole batch, of which a few rows stay."""
-        samples = len(next(t for t in tree_leaves(self._batch) if isinstance(t, Tensor)))
+        samples = count_of(self._batch)
         if samples <= 1:
             return
         keep = sorted(set(self._kept[: max(1, samples // 2)]))
@@ -285,7 +301,7 @@ class Look:
 
     def _where(self, ours: Any, theirs: Any, i: int) -> str:
         """The first operation at which the kept row becomes another one."""
-        samples = len(next(t for t in tree_leaves(ours) if isinstance(t, Tensor)))
+        samples = count_of(ours)
         runs = []
         for data in (ours, theirs, take(ours, [*range(samples), 0])):
             mode = Numbered(self._seed, keep=True)
@@ -334,23 +350,28 @@ class Look:
                 )
 
     def _collated(self) -> None:
-        """Rows as ``collate_fn`` gives them for one sample alone."""
-        for place, single in self._singles.items():
-            ours, alone = (Numbered(self._seed, dropout=False) for _ in range(2))
+        """Rows as ``collate_fn`` gives them for one sample alone. It may have put them into another order."""
+        if not self._singles:
+            return
+        together = Numbered(self._seed, dropout=False)
+        losses = self._run(together, self._batch)
+        self._surroundings.restore()
+        for single in self._singles.values():
+            alone = Numbered(self._seed, dropout=False)
             try:
-                losses = self._run(ours, take(self._batch, [place, *self._kept[:2]]))
                 own = self._run(alone, single)[0]
             except UnsupportedModel:
                 raise
-            except Exception:
+            except Exception:  # a model may need several
                 continue
             finally:
                 self._surroundings.restore()
-            if not (ours.draws or alone.draws) and not _near(losses[0], own, losses, max(ours.eps, alone.eps)):
+            eps = max(together.eps, alone.eps)
+            if not (together.draws or alone.draws) and not any(_near(loss, own, losses, eps) for loss in losses):
                 raise UnsupportedModel(
-                    f"The loss of a sample is {losses[0].item():.6g} as collate_fn puts it among others and "
-                    f"{own.item():.6g} when it is collated alone. What collate_fn makes of one sample (its padding) "
-                    "depends on the others. Mask the padding in the model and in the loss, or pad to a fixed length."
+                    f"A sample that is collated alone has the loss {own.item():.6g}; among others, as collate_fn puts "
+                    "it, no row has. What collate_fn makes of one sample (its padding) depends on the others. Mask the "
+                    "padding in the model and in the loss, or pad to a fixed length."
                 )
 
     # 3: credit
@@ -449,7 +470,9 @@ def _layout(
     def agrees(layout: Layout) -> bool:
         owner = layout.spread(torch.arange(ROWS, device=changed[0].device), changed[0])
         kept = all(not bool((mask & (owner == i)).any()) for i, mask in enumerate(changed))
-        return kept and all(g is None or not bool(((g != 0) & (owner != i)).any()) for i, g in enumerate(touched))
+        return kept and all(
+            g is None or not bool(((g != 0) & torch.isfinite(g) & (owner != i)).any()) for i, g in enumerate(touched)
+        )
 
     agree = [layout for layout in options if agrees(layout)]
     if not agree:

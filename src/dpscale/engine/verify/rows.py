@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpscale.engine.arguments import has_rows, over_rows
 from dpscale.engine.compat import tree_leaves, tree_map
 
 Features = NDArray[np.float64]
@@ -69,32 +70,59 @@ class Novelty:
 def choose(
     rows: Features | None, available: NDArray[np.int64], first: Sequence[int], count: int, rng: np.random.Generator
 ) -> list[int]:
-    """Rows to keep, as different as they are: ``first`` before any other, then extremes, then any; repeated if few."""
+    """Rows to keep, as different as they are: ``first`` before any other, then the rarest, then extremes, then any.
+
+    Repeated where there are few. The one that comes first stands in the middle: whatever is sorted by what sets it
+    apart, up or down, moves it.
+    """
     chosen = [int(i) for i in rng.permutation(np.asarray(first, dtype=np.int64))][:count]
+    candidates: list[int] = []
     if rows is not None and rows.shape[1] and len(available):
-        varied = np.flatnonzero(np.ptp(rows[available], axis=0) > 0)
-        for column in rng.permutation(varied):
-            values = rows[available, column]
-            for i in (available[values.argmin()], available[values.argmax()]):
-                if i not in chosen and len(chosen) < count:
-                    chosen.append(int(i))
-    for i in rng.permutation(available):
+        own = rows[available]
+        candidates.append(int(available[_shared(own).argmin()]))
+        for column in rng.permutation(np.flatnonzero(np.ptp(own, axis=0) > 0)):
+            candidates += [int(available[own[:, column].argmin()]), int(available[own[:, column].argmax()])]
+    candidates += rng.permutation(available).tolist()
+    for i in candidates:
         if i not in chosen and len(chosen) < count:
-            chosen.append(int(i))
-    return [chosen[k % len(chosen)] for k in range(count)]
+            chosen.append(i)
+    chosen = [chosen[k % len(chosen)] for k in range(count)]
+    middle = count // 2
+    chosen[0], chosen[middle] = chosen[middle], chosen[0]
+    return chosen
+
+
+def _shared(rows: Features) -> NDArray[np.float64]:
+    """By how many rows, at least, each shares one of its features; those that tell all rows apart do not count."""
+    least = np.full(len(rows), len(rows), dtype=np.float64)
+    for column in rows.T:
+        _, inverse, counts = np.unique(column, return_inverse=True, return_counts=True)
+        if len(counts) <= max(2, len(rows) // 2):
+            least = np.minimum(least, counts[inverse])
+    return least
+
+
+def count_of(batch: Any) -> int:
+    """Rows of a batch."""
+    return len(next(t for t in tree_leaves(batch) if isinstance(t, Tensor)))
 
 
 def take(batch: Any, rows: Sequence[int]) -> Any:
     """These rows of a batch, copied."""
+    count = count_of(batch)
 
-    def some(t: Any) -> Any:
-        return t[torch.as_tensor(rows, device=t.device)] if isinstance(t, Tensor) else t
+    def some(values: Any) -> Any:
+        if not has_rows(values, count):
+            return values
+        if isinstance(values, Tensor):
+            return values[torch.as_tensor(rows, device=values.device)]
+        return type(values)([values[i] for i in rows])
 
-    return tree_map(some, batch)
+    return over_rows(batch, some, count)
 
 
 def neutral(batch: Any) -> Any:
-    """A batch of the same shape with nothing in it."""
+    """A batch of the same shape with nothing in its tensors."""
     return tree_map(lambda t: torch.zeros_like(t) if isinstance(t, Tensor) else t, batch)
 
 
@@ -113,7 +141,7 @@ def replaced(batch: Any, others: Any, keep: Sequence[int]) -> Any:
 
 def companies(batch: Any, rows: Features | None, rng: np.random.Generator) -> Iterator[Callable[[], Any]]:
     """What may stand in the place of all rows: shuffled ones, copies of one that is extreme, nothing at all."""
-    samples = len(next(t for t in tree_leaves(batch) if isinstance(t, Tensor)))
+    samples = count_of(batch)
     everyone = np.arange(samples)
     extremes = choose(rows, everyone, (), 2, rng) if samples else []
 

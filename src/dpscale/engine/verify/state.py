@@ -105,7 +105,7 @@ class Surroundings:
             if path in ours and path in theirs and _equal(ours[path], theirs[path]):
                 continue
             name = path.removeprefix("model.")
-            buffer = isinstance(ours.get(path, theirs.get(path)), Tensor)
+            buffer = name in dict(self._model.named_buffers())
             what = f"A buffer of the model is updated from the samples: {name!r}" if buffer else (
                 f"The forward sets {name!r} from what is in the samples"
             )  # fmt: skip
