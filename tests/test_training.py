@@ -59,7 +59,7 @@ def test_the_log_says_once_how_long_the_inspection_took(how, caplog):
             run.optimizer.zero_grad()
     assert heard == ["checking", None]
     (line,) = [r.getMessage() for r in caplog.records]
-    assert re.fullmatch(r"dpscale: ready after \d+\.\d s \(inspecting \d+\.\d s\)", line)
+    assert re.fullmatch(r"dpscale: ready after \d+\.\d s \(checking \d+\.\d s\)", line)
 
 
 def test_a_refused_model_is_never_said_to_be_ready(caplog):
