@@ -217,29 +217,32 @@ class Look:
         return None
 
     def _around(self, i: int) -> list[Callable[[], Any]]:
-        """Ways to replace the other rows; the next is tried if the model cannot take one."""
-        ways = []
-        for way in companies(self._batch, self._features, self._rng):
+        """Ways to replace the other rows; the next is tried if the model cannot take one.
+
+        The first row among copies of itself, which shows what counts rows that are alike; the second among others of
+        the batch; the third among copies of an extreme one, or nothing at all.
+        """
+        others = list(companies(self._batch, self._features, self._rng))
+        ways = [lambda: take(self._rows, [i] * ROWS)]
+        for way in others:
             ways.append(lambda way=way: replaced(self._rows, take(way(), self._kept), [i]))
-        first = i % len(ways) if i else 0
-        return [ways[first if i < 2 else -1], *ways]
+        return [ways[(0, 1, -1)[i]], *ways]
 
     def _whole_batch(self) -> None:
-        """The whole batch, of which a few rows stay."""
+        """The whole batch, of which a few rows stay; the others become copies of one."""
         samples = len(next(t for t in tree_leaves(self._batch) if isinstance(t, Tensor)))
         if samples <= 1:
             return
         keep = sorted(set(self._kept[: max(1, samples // 2)]))
         ours = self._run(Numbered(self._seed), self._batch)
         left = self._left_behind()
-        for company in list(companies(self._batch, self._features, self._rng))[:1]:
-            data = replaced(self._batch, company(), keep)
-            losses = self._run(Numbered(self._seed), data)
-            theirs = self._left_behind()
-            for i in keep:
-                if not _same(ours[i], losses[i]):
-                    self._refuse(self._batch, data, i)
-            self._surroundings.compare(left, theirs)
+        data = replaced(self._batch, take(self._batch, [self._kept[0]] * samples), keep)
+        losses = self._run(Numbered(self._seed), data)
+        theirs = self._left_behind()
+        for i in keep:
+            if not _same(ours[i], losses[i]):
+                self._refuse(self._batch, data, i)
+        self._surroundings.compare(left, theirs)
 
     def _refuse(self, ours: Any, theirs: Any, i: int) -> None:
         """Say where samples meet; unless the forward is another each time, on the very same rows."""
