@@ -387,7 +387,7 @@ class Look:
             if (name := _apart(ours[i], plain, rounding)) is not None:
                 raise _Obstacle(f"what is credited to a row is not its gradient at parameter {name!r}")
             whole = torch.stack([g.double().norm() for g in plain.values()]).norm() if plain else torch.zeros(())
-            if norms is not None and bool((norms[i] - whole).abs() > 10 * rounding * whole + 1e-12):
+            if norms is not None and bool((norms[i] - whole).abs() > _relative(rounding) * whole + 1e-12):
                 raise _Obstacle("the norm that is credited to a row is not that of its gradient")
 
 
@@ -503,9 +503,14 @@ def _apart(ours: Gradient, theirs: Gradient, rounding: float) -> str | None:
         present = a if a is not None else b
         assert present is not None
         a, b = (torch.zeros_like(present) if g is None else g for g in (a, b))
-        if float((a.double() - b.double()).norm()) > 10 * rounding * float(b.double().norm()) + rounding * whole:
+        if float((a.double() - b.double()).norm()) > _relative(rounding) * float(b.double().norm()) + rounding * whole:
             return name
     return None
+
+
+def _relative(rounding: float) -> float:
+    """By how much of itself a gradient may be off: in 16 bits, too, half of it is not rounding."""
+    return min(10 * rounding, 0.25)
 
 
 def _added(grads: Sequence[Tensor | None]) -> Tensor | None:
