@@ -27,7 +27,7 @@ from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout, candidates
 from dpscale.engine.phases import still_at
 from dpscale.engine.rules import RULE_OF, Call
-from dpscale.engine.tape.tape import OpName, Site
+from dpscale.engine.tape.tape import OpName, Site, shapes_of
 from dpscale.engine.verify.probe import Growth, Numbered, Probe, ProbedCall, own_randomness
 from dpscale.engine.verify.rows import Features, companies, replaced, take
 from dpscale.engine.verify.state import Surroundings
@@ -411,6 +411,14 @@ def _site(
     call: ProbedCall, others: Sequence[ProbedCall], grads: Sequence[Sequence[Tensor | None]], growth: Growth
 ) -> Site:
     """What the evidence says about one operation."""
+    if call.role == "shared":
+        try:
+            constant = all(all(map(_same, call.constants, other.constants)) for other in others)
+        except RuntimeError as error:  # tensors of torch.vmap, which are gone with it
+            raise _Obstacle(f"{call.name} runs inside of torch.vmap") from error
+        if not constant:
+            raise _Obstacle(f"what meets the parameter in {call.name} depends on the values in the batch")
+        return Site("shared", constants=frozenset({shapes_of(call.constants)}))
     if call.role not in ("rows", "expanded"):
         return Site(call.role)
     if not call.edges:
@@ -481,7 +489,7 @@ def _changed(a: Tensor, b: Tensor) -> Tensor:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """To the bit; NaN is NaN."""
-    return not bool(_changed(a.detach(), b.detach()).any())
+    return a.shape == b.shape and not bool(_changed(a.detach(), b.detach()).any())
 
 
 def _near(a: Tensor, b: Tensor, scale: Tensor, eps: float) -> bool:
