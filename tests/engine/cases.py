@@ -319,6 +319,14 @@ def check_equal(model, batch, rule, *, mask=None, points=None, loss=loss_fn, rto
     return out
 
 
+def check_sample_by_sample(model, batch, rule, *, why, **options):
+    """A model that is right, but whose rows cannot be attributed: the oracle's sum, and the reason is noted."""
+    out = check_equal(model, batch, rule, **options)
+    (found,) = engine_of(model)._obstacles.values()
+    assert why in found.obstacle, found.obstacle
+    return out
+
+
 def traced(model, loss, batch, rule):
     """The engine's sums and norms as one graph of tensor operations; a branch on values cannot be in it."""
     dpscale.scaled_sum(model, loss, batch, rule)  # looks outside of the trace

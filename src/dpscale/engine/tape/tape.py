@@ -11,8 +11,8 @@ that edge is all a rule needs. Nothing is hung on parameters, and no hook depend
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, Self
 
@@ -52,11 +52,18 @@ class Site:
         rule: how to form per-sample gradients; None for the generic rule.
         layouts: where the samples are, of differentiable outputs ("out0", …) and of arguments (by the rule's names,
             or "0", "1", …).
+        constants: of a shared one, the shapes that its other arguments were seen to have. With other shapes they may be
+            data that were not there before: rows that are routed to a layer which got none.
     """
 
     role: Role
     rule: Rule | None = None
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    constants: frozenset[Any] = field(default=frozenset(), compare=False)
+
+    def joined(self, known: "Site | None") -> "Site":
+        """With the constants that another look has seen."""
+        return replace(self, constants=self.constants | known.constants) if known == self and known else self
 
 
 class OpName:
@@ -94,10 +101,11 @@ class Sites:
 
     def add(self, op: OpName, site: Site) -> None:
         """A family whose members differ is not known by its other members."""
-        self._exact.setdefault(op.exact, {})[op.ordinal] = site
+        exact = self._exact.setdefault(op.exact, {})
+        exact[op.ordinal] = site.joined(exact.get(op.ordinal))
         family = self._family.setdefault(op.family, {})
         known = family.get(op.ordinal, site)
-        family[op.ordinal] = site if known == site else None
+        family[op.ordinal] = site.joined(known) if known == site else None
 
     def find(self, op: OpName) -> Site:
         """Of this operation, or of others that are built alike; a loop may go on for longer than it was seen to."""
@@ -131,6 +139,16 @@ class Watched:
     """How many modes of ours watch the forwards that run now; a recorder then keeps out of the way."""
 
     count = 0
+
+
+def constants_in(leaves: Sequence[Any], keys: Mapping[int, str]) -> list[Tensor]:
+    """The tensors among a call's arguments that are no function of parameters."""
+    return [t for k, t in enumerate(leaves) if k not in keys and isinstance(t, Tensor)]
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
+    """Of each."""
+    return tuple([t.shape for t in tensors])
 
 
 def asks(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -250,10 +268,13 @@ class Tape(ParameterOps):
     def find(self, op: OpName, standing: list[Any], keys: dict[int, str]) -> Site:
         """What is known of the operation."""
         try:
-            return self._sites.find(op)
+            site = self._sites.find(op)
         except UnknownOperation:
             self._lose()
             return Site("plain")
+        if site.role == "shared" and shapes_of(constants_in(standing, keys)) not in site.constants:
+            self._lose()
+        return site
 
     def _lose(self) -> None:
         if not self._lenient:

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dpscale.engine.compat import tree_flatten, tree_leaves
 from dpscale.engine.tape.calls import as_now, result, tensors_in
 from dpscale.engine.tape.composites import packed
-from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, enter
+from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, constants_in, enter
 
 Shapes = tuple[torch.Size, ...]
 
@@ -226,7 +226,8 @@ class Probe(Numbered, Tape):
             growing = {k for k, grows in zip(inputs, grow, strict=False) if grows and k not in keys}
             if self._growth.output(index):
                 role = "rows" if growing else "expanded"
-        self.calls.append(ProbedCall(op, index, role, growing))
+        constants = [t.detach() for t in constants_in(standing, keys)] if role == "shared" else []
+        self.calls.append(ProbedCall(op, index, role, growing, constants))
         return Site(role)
 
     def tape(
@@ -254,6 +255,7 @@ class ProbedCall:
     index: int
     role: Role
     growing: set[int]  # positions of inputs that have a row for each sample
+    constants: Sequence[Tensor] = ()  # of a shared one, all other inputs
     inputs: Sequence[Any] = ()
     outputs: Sequence[Tensor] = ()
     edges: Mapping[int, GradientEdge] = field(default_factory=dict)
