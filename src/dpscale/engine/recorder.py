@@ -21,6 +21,7 @@ from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.evaluate import backward, exactly
 from dpscale.engine.result import ScaledSum
 from dpscale.engine.tape.tape import Tape, Watched
+from dpscale.engine.verify.credit import insides, reaches_others
 from dpscale.engine.verify.look import Subject
 from dpscale.engine.verify.probe import random_states, set_random_states
 from dpscale.scaling import Scaling
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 MOST = 32
 """Forwards that are kept, for draws that are outstanding."""
-
-Rows = Callable[[Tensor], Tensor]
-"""From a gradient to the same with the samples first."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,9 +107,12 @@ class Recorder:
         several = [self._checked % len(losses)] if self._checked else range(min(3, len(losses)))
         outputs = [(edge, lambda g: g) for each in forwards for edge in each.outputs]
         for i in several:
-            _check_one(losses, i, outputs)
-            if not self._checked:
-                _check_one(losses, i, [place for each in forwards for place in _insides(each.tape)])
+            places = [outputs] if self._checked else [outputs, *(insides(each.tape) for each in forwards)]
+            if any(reaches_others(losses, i, each) for each in places):
+                raise UnsupportedModel(
+                    f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's output. "
+                    "Compute each loss from its own sample (reduction='none')."
+                )
         self._checked += len(several)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -210,36 +211,6 @@ def _projected(output: Any, samples: int) -> Tensor:
         weights = torch.cos(torch.arange(flat.shape[1], device=flat.device, dtype=wide.dtype))
         total = total + (wide * weights).sum(1)
     return total
-
-
-def _insides(tape: Tape) -> Iterator[tuple[GradientEdge, Rows]]:
-    """Where gradients arrive in a forward, and how to find the samples there."""
-    for op in tape.ops:
-        for k, edge in op.edges.items():
-            yield edge, partial(op.site.layouts[f"out{k}"].per_sample, samples=tape.samples)
-
-
-def _check_one(losses: Tensor, i: int, places: list[tuple[GradientEdge, Rows]]) -> None:
-    """What reaches ``places`` from loss ``i`` must be in its own row there."""
-    targets: Any = [edge for edge, _ in places]
-
-    def reached(value: float) -> Iterator[Tensor]:
-        seeds = torch.zeros_like(losses)
-        seeds[i] = value
-        grads = torch.autograd.grad([losses], targets, [seeds], retain_graph=True, allow_unused=True)
-        for g, (_, rows) in zip(grads, places, strict=True):
-            if g is not None:
-                each = rows(g)
-                yield torch.cat([each[:i], each[i + 1 :]]).ne(0)
-
-    if any(bool(others.any()) for others in reached(1.0)):
-        # What is not finite is so without any seed: it is looked at apart, and adds nothing.
-        pairs = zip(reached(1.0), reached(0.0), strict=True)
-        if any(bool((others & ~at_rest).any()) for others, at_rest in pairs):
-            raise UnsupportedModel(
-                f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's output. "
-                "Compute each loss from its own sample (reduction='none')."
-            )
 
 
 def _astray() -> RuntimeError:

@@ -27,7 +27,8 @@ from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.layout import Layout, candidates
 from dpscale.engine.phases import still_at
 from dpscale.engine.rules import RULE_OF, Call
-from dpscale.engine.tape.tape import OpName, Site, shapes_of
+from dpscale.engine.tape.tape import OpName, Site, Sites, Tape, shapes_of
+from dpscale.engine.verify.credit import insides, reaches_others
 from dpscale.engine.verify.probe import Growth, Numbered, Probe, ProbedCall, own_randomness
 from dpscale.engine.verify.rows import Features, companies, count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
@@ -128,6 +129,8 @@ class Look:
                 raise _Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
             sites = _attributed(base, others, [edges for edges, _ in arrived], growth)
             self._check_credit(base, sites, arrived)
+            if self._whole:
+                self._check_whole_credit(base, sites)
         except _Obstacle as obstacle:
             return Finding((), str(obstacle), obstacle.lasting)
         if self._moved is not None:  # by a little, and its rows are where they were
@@ -430,6 +433,21 @@ class Look:
             whole = torch.stack([g.double().norm() for g in plain.values()]).norm() if plain else torch.zeros(())
             if norms is not None and bool((norms[i] - whole).abs() > _relative(rounding) * whole + 1e-12):
                 raise _Obstacle("the norm that is credited to a row is not that of its gradient")
+
+    def _check_whole_credit(self, base: Probe, sites: Sequence[Site]) -> None:
+        """In the whole batch, too, the loss of a row sends gradients to its own rows alone."""
+        known = Sites()
+        for call, site in zip(base.calls, sites, strict=True):
+            known.add(call.op, site)
+        samples = count_of(self._batch)
+        tape = Tape(self._subject.parameters, None, known, samples, lenient=True)
+        losses = self._run(tape, self._batch)
+        self._surroundings.restore()
+        if tape.lost or not losses.requires_grad:
+            return  # operations that these rows have not met will be looked at when they are
+        places = insides(tape)
+        if any(reaches_others(losses, i, places) for i in sorted(set(self._kept[:2]))):
+            raise _Obstacle("rows change places in the batch (sorted by length?)")
 
 
 def _attributed(

@@ -79,7 +79,9 @@ def choose(
     candidates: list[int] = []
     if rows is not None and rows.shape[1] and len(available):
         own = rows[available]
-        candidates.append(int(available[_shared(own).argmin()]))
+        alike = _shared(own)
+        rarest = rng.permutation(np.flatnonzero(alike <= max(1, len(available) // 4)))
+        candidates += available[rarest[np.argsort(alike[rarest], kind="stable")]].tolist()[:2]
         for column in rng.permutation(np.flatnonzero(np.ptp(own, axis=0) > 0)):
             candidates += [int(available[own[:, column].argmin()]), int(available[own[:, column].argmax()])]
     candidates += rng.permutation(available).tolist()
