@@ -164,7 +164,8 @@ class Engine:
         seed = 1_000_003 * number
         try:
             with nullcontext() if number else phase("checking"):  # later looks are short
-                finding = Look(subject, batch, rows, kept, singles=singles, seed=seed)()
+                whole = not self._schedule.only_shapes
+                finding = Look(subject, batch, rows, kept, singles=singles, whole=whole, seed=seed)()
         except UnsupportedModel:
             self._schedule.forget()
             raise

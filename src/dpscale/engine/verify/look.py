@@ -129,8 +129,7 @@ class Look:
                 raise _Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
             sites = _attributed(base, others, [edges for edges, _ in arrived], growth)
             self._check_credit(base, sites, arrived)
-            if self._whole:
-                self._check_whole_credit(base, sites)
+            self._check_whole_credit(base, sites)
         except _Obstacle as obstacle:
             return Finding((), str(obstacle), obstacle.lasting)
         if self._moved is not None:  # by a little, and its rows are where they were

@@ -24,6 +24,7 @@ class Schedule:
 
     def __init__(self) -> None:
         self.looks = 0
+        self.only_shapes = False  # whether the last look was due for other shapes of samples alone
         self._sums = 0
         self._known: set[Hashable] = set()
         self._novelty: dict[Hashable, Novelty] = {}
@@ -45,8 +46,10 @@ class Schedule:
             self._started = now
         new = self._new_rows(shapes, rows)
         if (kind, shapes) not in self._known:
+            self.only_shapes = any(known == kind for known, _ in self._known)
             self._known.add((kind, shapes))
             return new
+        self.only_shapes = False
         affordable = self._spent <= SHARE * (now - self._started)
         if new and (self._at_new_rows < ALWAYS or affordable):
             self._at_new_rows += 1
