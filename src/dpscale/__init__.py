@@ -1,5 +1,8 @@
 """Train PyTorch models with differential privacy by scaling per-sample gradients."""
 
+from dpscale.batches import Batch as Batch
+from dpscale.check import CheckReport as CheckReport
+from dpscale.check import check as check
 from dpscale.engine import ScaledSum as ScaledSum
 from dpscale.engine import UnsupportedModel as UnsupportedModel
 from dpscale.engine import scaled_sum as scaled_sum

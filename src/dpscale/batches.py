@@ -90,10 +90,14 @@ class Batch:
         return func(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
 
 
+def _rebuilt(draw: Draw, data: Any, singles: Mapping[int, Any]) -> Batch:
+    return Batch(data, draw, singles)
+
+
 register_tree_node(
     Batch,
     lambda batch: ([batch.data, batch.singles], batch.draw),
-    lambda parts, draw: Batch(*(found := list(parts))[:1], draw, found[1]),
+    lambda parts, draw: _rebuilt(draw, *parts),
     serialized_type_name="dpscale.Batch",
 )
 
@@ -179,7 +183,10 @@ def chosen_rows(tensors: Sequence[Tensor], draws: Iterable[Indices]) -> Iterator
 def fetched(
     dataset: Dataset[Any], loader: Mapping[str, Any], draws: Iterable[Indices]
 ) -> Iterator[tuple[Indices, Any, Mapping[int, Any]]]:
-    """(What was drawn, the data of it, some rows of it collated alone.) For an empty draw sample 0 shows the shape, and its values are blanked."""
+    """(What was drawn, the data of it, some rows of it collated alone.)
+
+    For an empty draw sample 0 shows the shape, and its values are blanked.
+    """
     waiting: list[Indices] = []
 
     def rows() -> Iterator[Indices]:

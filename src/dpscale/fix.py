@@ -56,6 +56,15 @@ def fix(model: nn.Module, groups: int = 32) -> list[str]:
     return changed
 
 
+def fixable(model: nn.Module) -> list[str]:
+    """The layers that `fix` would replace, by name."""
+    return [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, BatchNorm) or (isinstance(m, InstanceNorm) and m.track_running_stats)
+    ]
+
+
 def _group_norm(old: BatchNorm, groups: int) -> nn.GroupNorm:
     channels = old.num_features
     most = 1 if isinstance(old, nn.BatchNorm1d) else max(1, min(groups, channels // 2))

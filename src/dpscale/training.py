@@ -310,7 +310,8 @@ class Private:
 
                 return self._engine.scaled_sum(
                     loss_fn, data, self.plan.scaling, mask, points if len(points) > 1 else None,
-                    keep=count > size and not parts, change=remember if self._per_sample else None, singles=batch.singles if count <= size else None,
+                    keep=count > size and not parts, change=remember if self._per_sample else None,
+                    singles=batch.singles if count <= size else None,
                 )  # fmt: skip
 
             with _memory_advice(size):

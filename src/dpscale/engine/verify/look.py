@@ -102,7 +102,7 @@ class Look:
             with torch.autograd.set_detect_anomaly(False):  # rows of nothing may well have gradients that are NaN
                 finding = self._look()
         finally:
-            changed = self._surroundings.restore()
+            changed = self._surroundings.restore(thorough=True)
         self._surroundings.require_parameters_kept(changed)
         return finding
 
@@ -199,10 +199,9 @@ class Look:
     def _in_other_company(self, i: int, base: Any, ours: Tensor, left: dict[str, Any], g: Gradient) -> Any:
         """Row i with others around it: its loss, its gradient, and the state afterwards are what they were."""
         found = None
-        for company in self._around(i):
-            probing = isinstance(base, Probe)
-            mode = Probe(self._subject.parameters, ROWS, self._seed, like=base) if probing else Numbered(self._seed)
-            data = company()
+        for data in self._around(i):
+            probe = Probe(self._subject.parameters, ROWS, self._seed, like=base) if isinstance(base, Probe) else None
+            mode = probe or Numbered(self._seed)
             try:
                 losses = self._run(mode, data)
             except UnsupportedModel:
@@ -220,7 +219,7 @@ class Look:
                     "computes with the whole batch. Let it treat each sample apart, or leave it out."
                 )
             found = mode
-            if not probing or (not mode.lost and len(mode.calls) == len(base.calls)):
+            if probe is None or (not probe.lost and len(probe.calls) == len(base.calls)):
                 break  # others may run other operations, where a model asks whether a mask is all ones
         return found
 
@@ -253,16 +252,14 @@ class Look:
         if [op.outputs for op in base.ran] == [op.outputs for op in mode.ran]:
             self._moved = ours, theirs, i
 
-    def _around(self, i: int) -> list[Callable[[], Any]]:
-        """Ways to replace the other rows; the next is tried if the model cannot take one.
+    def _around(self, i: int) -> list[Any]:
+        """The rows with others in the place of all but row i; the next is tried if the model cannot take one.
 
         The first row among copies of itself, which shows what counts rows that are alike; the second among others of
         the batch; the third among copies of an extreme one.
         """
-        others = list(companies(self._batch, self._features, self._rng))
-        ways = [lambda: take(self._rows, [i] * ROWS)]
-        for way in others:
-            ways.append(lambda way=way: replaced(self._rows, take(way(), self._kept), [i]))
+        others = companies(count_of(self._batch), self._features, ROWS, self._rng)
+        ways = [take(self._rows, [i] * ROWS), *(replaced(self._rows, take(self._batch, way), [i]) for way in others)]
         return [*ways[i:], *ways[:i]]
 
     def _whole_batch(self) -> None:
@@ -350,8 +347,8 @@ class Look:
             eps = max(base.eps, mode.eps)
             if not _near(losses[i], alone[0], losses, eps) and not self._by_rounding(i, losses[i] - alone[0], eps):
                 raise UnsupportedModel(
-                    f"The loss of a sample is {losses[i].item():.6g} among {ROWS} rows and {alone[0].item():.6g} alone. "
-                    "It depends on how many rows are in the batch, so it is not the loss of one sample: divide by "
+                    f"The loss of a sample is {losses[i].item():.6g} among {ROWS} rows and {alone[0].item():.6g} "
+                    "alone. It depends on how many rows are in the batch, so it is not the loss of one sample: divide by "
                     "counts of the sample itself, never by the batch's, and let no padding enter a mean."
                 )
 
@@ -408,7 +405,7 @@ class Look:
                 "part, a custom autograd function)"
             )
         base.ops = [
-            replace(call.taped, site=site, function=call.again if site.rule is None else call.op.function)
+            replace(call.taped, site=site, function=(site.rule is None and call.again) or call.op.function)
             for call, site in zip(base.calls, sites, strict=True)
             if call.taped is not None and site.role in ("rows", "expanded")
         ]
@@ -509,7 +506,7 @@ def _layout(
     call: ProbedCall, more: torch.Size, shape: torch.Size, changed: Sequence[Tensor], touched: Sequence[Tensor | None],
     strict: bool,
 ) -> Layout:  # fmt: skip
-    """The one layout that the evidence allows: row i keeps its own in other company, and sends gradients there alone."""
+    """The one layout that the evidence allows: in other company a row keeps its own, and sends gradients there alone."""
     options = candidates(more, shape, MORE, ROWS)
 
     def agrees(layout: Layout) -> bool:

@@ -60,7 +60,7 @@ class Numbered(ParameterOps):
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
         self._entered: list[Callable[..., Any]] = []
         self._drew = 0
-        self._start = random.getstate(), np.random.get_state()[2]
+        self._start = _elsewhere()
         self._seed, self._dropout, self._given, self._keep = seed, dropout, draws, keep
 
     def __torch_function__(
@@ -101,11 +101,11 @@ class Numbered(ParameterOps):
     @property
     def draws_elsewhere(self) -> bool:
         """Whether numbers were drawn from Python's or numpy's generators, which know nothing of rows."""
-        return (random.getstate(), np.random.get_state()[2]) != self._start
+        return _elsewhere() != self._start
 
     def __enter__(self) -> Self:
         if not self.ran:
-            self._start = random.getstate(), np.random.get_state()[2]
+            self._start = _elsewhere()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -156,7 +156,7 @@ class Numbered(ParameterOps):
         if self._given is None:
             return drawn
         draws, row, rows = self._given
-        other = draws.get(self._drew)
+        other: Tensor | None = draws.get(self._drew)
         if other is None or other.ndim != drawn.ndim:
             self.unmatched = True
             return drawn
@@ -336,6 +336,11 @@ def set_random_states(states: list[Any]) -> None:
     np.random.set_state(states[1])
     for generator, state in zip(_generators(), states[2:], strict=True):
         generator.set_state(state)
+
+
+def _elsewhere() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2]
 
 
 def _generators() -> list[torch.Generator]:

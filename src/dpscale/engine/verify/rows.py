@@ -5,7 +5,7 @@ and extremes of each tensor: how many entries are zero (lengths, masks), negativ
 largest integer, whether all numbers are finite.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -141,16 +141,7 @@ def replaced(batch: Any, others: Any, keep: Sequence[int]) -> Any:
     return tree_map(put, batch, others)
 
 
-def companies(batch: Any, rows: Features | None, rng: np.random.Generator) -> Iterator[Callable[[], Any]]:
-    """What may stand in the place of all rows: shuffled ones, copies of one that is extreme, nothing at all."""
-    samples = count_of(batch)
-    everyone = np.arange(samples)
-    extremes = choose(rows, everyone, (), 2, rng) if samples else []
-
-    def shuffled() -> Any:
-        return take(batch, rng.permutation(samples).tolist())
-
-    yield shuffled
-    for i in extremes:
-        yield lambda i=i: take(batch, [i] * samples)
-    yield lambda: neutral(batch)
+def companies(samples: int, rows: Features | None, count: int, rng: np.random.Generator) -> list[list[int]]:
+    """Rows of a batch that may stand in the place of ``count`` others: any, and copies of one that is extreme."""
+    extremes = choose(rows, np.arange(samples), (), 2, rng)
+    return [rng.integers(samples, size=count).tolist(), *([i] * count for i in extremes)]

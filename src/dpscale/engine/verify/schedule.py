@@ -26,7 +26,8 @@ class Schedule:
         self.looks = 0
         self.only_shapes = False  # whether the last look was due for other shapes of samples alone
         self._sums = 0
-        self._known: set[Hashable] = set()
+        self._known: set[tuple[Hashable, Hashable]] = set()
+        self._last = 0.0, 0.0
         self._novelty: dict[Hashable, Novelty] = {}
         self._started: float | None = None
         self._spent = 0.0  # seconds in looks after the first

@@ -20,6 +20,7 @@ from dpscale.engine.modules import COUNTERS, PLAIN, is_integer_scalar
 
 _ENTRIES = 256  # of one container that are looked at
 _DEPTH = 5
+_LARGE = 1 << 16  # numbers of a tensor that is compared by value at the end of a look alone
 _NUMBERS = 1 << 20  # of a tensor that is compared by value; of larger ones, how often they were written
 _OPAQUE = (type, ModuleType, FunctionType, MethodType, functools.partial, torch.Generator, torch.dtype, torch.device)
 
@@ -59,8 +60,12 @@ class Surroundings:
                 found[path] = value
         return found
 
-    def restore(self) -> list[str]:
-        """Put everything back; the names of parameters that had been changed."""
+    def restore(self, *, thorough: bool = False) -> list[str]:
+        """Put everything back; the names of parameters that had been changed.
+
+        Args:
+            thorough: compare large parameters by value too, not only by how often they were written.
+        """
         for (_, get, put), value in zip(self._variables, self._values, strict=True):
             if get() is not value:
                 put(value)
@@ -77,6 +82,8 @@ class Surroundings:
                 container.extend(content)
         changed = []
         for path, t, value, then in self._tensors:
+            if version(t) == then and t.numel() > _LARGE and t.shape == value.shape and not thorough:
+                continue
             if t.shape != value.shape or t.dtype != value.dtype:
                 t.data = value.clone()
             elif version(t) == then and not isinstance(t, nn.Parameter) and t.requires_grad:
@@ -154,11 +161,9 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple | deque | set | frozenset):
         if len(value) <= _ENTRIES:
             yield from ((f"[{k}]", each) for k, each in enumerate(list(value)))
-    elif _inside(value) and not isinstance(value, Tensor):
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            yield ".[attributes]", attributes
-            yield from ((f".{name}", each) for name, each in list(attributes.items()))
+    elif _inside(value) and not isinstance(value, Tensor) and isinstance(getattr(value, "__dict__", None), dict):
+        yield ".[attributes]", vars(value)
+        yield from ((f".{name}", each) for name, each in list(vars(value).items()))
 
 
 _MODULE = frozenset(vars(nn.Module()))
@@ -174,7 +179,7 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
-        return bool(((a == b) | ((a != a) & (b != b))).all()) if a.numel() else True
+        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
     if type(a) is not type(b):
         return False
     return bool(a == b) or (a != a and b != b)
