@@ -36,7 +36,11 @@ from dpscale.engine.verify.state import Surroundings
 ROWS, MORE = 3, 4
 """Rows that are looked at; one of them once more shows which dimensions grow with the batch."""
 
-Gradient = dict[str, Tensor]
+_MIDDLE, _MIXED = [0.0, 1.0, 0.0], [1.0, -0.75, 0.5]
+"""Weights of the rows in two mixtures of their losses."""
+
+Gradient = dict[Any, Tensor]
+"""By parameter, or by operation and output."""
 
 
 @dataclass(frozen=True)
@@ -117,18 +121,19 @@ class Look:
                 "The losses depend on no trainable parameter. Check requires_grad of the parameters, and that the loss "
                 "is computed from the model's output without detach() or no_grad()."
             )
-        arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
-        others = [self._in_other_company(i, base, losses, left, arrived[i][1]) for i in range(ROWS)]
+        others = [self._in_other_company(i, base, losses, left) for i in range(ROWS)]
         self._among_nothing(base, losses, left)
         self._alone(base, losses)
         self._collated()
         if self._whole:
             self._whole_batch()
         try:
-            if not isinstance(base, Probe) or base.lost or any(not isinstance(o, Probe) or o.lost for o in others):
+            if not isinstance(base, Probe) or base.lost or any(o is None or o[0].lost for o in others):
                 raise _Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
-            sites = _attributed(base, others, [edges for edges, _ in arrived], growth)
-            self._check_credit(base, sites, arrived)
+            arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
+            sites = _attributed(base, [probe for probe, _ in others], arrived, growth)
+            self._check_backward(arrived, others)
+            self._check_credit(base, losses, sites, arrived)
             self._check_whole_credit(base, sites)
         except _Obstacle as obstacle:
             return Finding((), str(obstacle), obstacle.lasting)
@@ -174,31 +179,18 @@ class Look:
         self._surroundings.require_parameters_kept(self._surroundings.restore())
         return left
 
-    def _arrived(self, mode: Any, losses: Tensor, i: int) -> tuple[list[Tensor | None], Gradient]:
-        """What the loss of row i sends to each taped operation, and plain autograd's gradient of it."""
-        edges = [edge for call in mode.calls for edge in call.edges.values()] if isinstance(mode, Probe) else []
-        parameters = self._subject.parameters
-        leaves = mode.leaves if isinstance(mode, Probe) else {}
+    def _arrived(self, probe: Probe, losses: Tensor, i: int) -> Gradient:
+        """What the loss of row i sends to each operation that parameters meet."""
+        targets = {(*call.name_of, k): edge for call in probe.calls for k, edge in call.edges.items()}
         seed = torch.zeros_like(losses)
         seed[i] = 1.0
-        targets: Any = [*edges, *leaves.values(), *parameters.values()]
-        grads = torch.autograd.grad([losses], targets, [seed], retain_graph=True, allow_unused=True)
-        gradient: Gradient = {}
-        unseen = set()
-        for place, (name, g) in enumerate(zip([*leaves, *parameters], grads[len(edges) :], strict=True)):
-            if g is not None:
-                gradient[name] = gradient[name] + g if name in gradient else g
-                if place >= len(leaves):
-                    unseen.add(name)
-        if isinstance(mode, Probe):
-            mode.unseen |= unseen
-        return list(grads[: len(edges)]), gradient
+        return _gradient(losses, seed, targets)
 
     # 1, 3, 4: in other company
 
-    def _in_other_company(self, i: int, base: Any, ours: Tensor, left: dict[str, Any], g: Gradient) -> Any:
-        """Row i with others around it: its loss, its gradient, and the state afterwards are what they were."""
-        found = None
+    def _in_other_company(self, i: int, base: Any, ours: Tensor, left: dict[str, Any]) -> Any:
+        """Row i with others around it: its loss, and the state afterwards, are what they were."""
+        found: Any = None
         for data in self._around(i):
             probe = Probe(self._subject.parameters, ROWS, self._seed, like=base) if isinstance(base, Probe) else None
             mode = probe or Numbered(self._seed)
@@ -212,16 +204,20 @@ class Look:
             theirs = self._left_behind()
             self._unmoved(base, mode, self._rows, data, ours, losses, i)
             self._surroundings.compare(left, theirs)
-            if _apart(g, self._arrived(mode, losses, i)[1], mode.eps**0.5) is not None:
+            found = mode, losses
+            if probe is None or (not probe.lost and len(probe.calls) == len(base.calls)):
+                break  # others may run other operations, where a model asks whether a mask is all ones
+        return found
+
+    def _check_backward(self, arrived: Sequence[Gradient], others: Sequence[tuple[Probe, Tensor]]) -> None:
+        """In other company the loss of a row sends the same gradients to the same places."""
+        for i, (probe, losses) in enumerate(others):
+            if _apart(arrived[i], self._arrived(probe, losses, i), probe.eps**0.5) is not None:
                 raise UnsupportedModel(
                     "Samples are coupled in the backward: the gradient of one sample depends on another, though no "
                     "loss does. A hook on a tensor or a module, or the backward of a custom autograd function, "
                     "computes with the whole batch. Let it treat each sample apart, or leave it out."
                 )
-            found = mode
-            if probe is None or (not probe.lost and len(probe.calls) == len(base.calls)):
-                break  # others may run other operations, where a model asks whether a mask is all ones
-        return found
 
     def _among_nothing(self, base: Any, ours: Tensor, left: dict[str, Any]) -> None:
         """Each row with empty ones around it."""
@@ -348,8 +344,8 @@ class Look:
             if not _near(losses[i], alone[0], losses, eps) and not self._by_rounding(i, losses[i] - alone[0], eps):
                 raise UnsupportedModel(
                     f"The loss of a sample is {losses[i].item():.6g} among {ROWS} rows and {alone[0].item():.6g} "
-                    "alone. It depends on how many rows are in the batch, so it is not the loss of one sample: divide by "
-                    "counts of the sample itself, never by the batch's, and let no padding enter a mean."
+                    "alone. It depends on how many rows are in the batch, so it is not the loss of one sample: divide "
+                    "by counts of the sample itself, never by the batch's, and let no padding enter a mean."
                 )
 
     def _by_rounding(self, i: int, apart: Tensor, eps: float) -> bool:
@@ -395,40 +391,51 @@ class Look:
 
     # 3: credit
 
-    def _check_credit(
-        self, base: Probe, sites: Sequence[Site], arrived: Sequence[tuple[list[Tensor | None], Gradient]]
-    ) -> None:
-        """The tape's gradient of each row is autograd's."""
-        if base.unseen:
-            raise _Obstacle(
-                f"parameter {min(base.unseen)!r} is used where its operations cannot be seen (a compiled or scripted "
-                "part, a custom autograd function)"
-            )
+    def _check_credit(self, base: Probe, losses: Tensor, sites: Sequence[Site], arrived: Sequence[Gradient]) -> None:
+        """The tape's gradients are autograd's: of the row in the middle, norm included, and of a mixture of all rows.
+
+        Were rows credited to other samples, the mixture would be another one.
+        """
         base.ops = [
             replace(call.taped, site=site, function=(site.rule is None and call.again) or call.op.function)
             for call, site in zip(base.calls, sites, strict=True)
             if call.taped is not None and site.role in ("rows", "expanded")
         ]
-        edges = [_added([row[k] for row, _ in arrived]) for k in range(len(arrived[0][0]))]
+        keys = [(*call.name_of, k) for call in base.calls for k in call.edges]
+        mixtures = torch.tensor([_MIDDLE, _MIXED], device=losses.device)
         try:
             with torch.no_grad(), torch.autocast(base.device.type, enabled=False):
-                forms = gradients([base], [edges])
-                onehot = torch.eye(ROWS, device=base.device)
-                ours = [{n: form.weighted(onehot[i]) for n, form in forms.items()} for i in range(ROWS)]
-                norms = torch.stack([form.norm2().double() for form in forms.values()]).sum(0).sqrt() if forms else None
+                forms = gradients([base], [[_added([row.get(key) for row in arrived]) for key in keys]])
+                norms = torch.stack([form.norm2() for form in forms.values()]).sum(0).sqrt() if forms else None
         except UnsupportedModel as error:
             raise _Obstacle(str(error)) from error
         except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
             raise _Obstacle(f"an operation cannot be run for one sample ({error})") from error
         rounding = max(1e-9, base.eps**0.5)
-        for i, (_, plain) in enumerate(arrived):
-            if not all(bool(torch.isfinite(g).all()) for g in plain.values()):
+        for weights in mixtures:
+            plain = self._plain(base, losses, weights.to(losses.dtype))
+            with torch.no_grad():
+                ours = {n: form.weighted(weights) for n, form in forms.items()}
+            whole = _size(plain)
+            if not np.isfinite(whole):
                 continue
-            if (name := _apart(ours[i], plain, rounding)) is not None:
+            if (name := _apart(ours, plain, rounding)) is not None:
                 raise _Obstacle(f"what is credited to a row is not its gradient at parameter {name!r}")
-            whole = torch.stack([g.double().norm() for g in plain.values()]).norm() if plain else torch.zeros(())
-            if norms is not None and bool((norms[i] - whole).abs() > _relative(rounding) * whole + 1e-12):
+            if weights[0] == 0 and norms is not None and abs(float(norms[1]) - whole) > _relative(rounding) * whole:
                 raise _Obstacle("the norm that is credited to a row is not that of its gradient")
+
+    def _plain(self, base: Probe, losses: Tensor, weights: Tensor) -> Gradient:
+        """Autograd's gradient of a weighted sum of the losses, which must all come by operations that were seen."""
+        parameters = self._subject.parameters
+        targets = {("leaf", n): t for n, t in base.leaves.items()} | {("past", n): t for n, t in parameters.items()}
+        found = _gradient(losses, weights, targets)
+        for way, name in found:
+            if way == "past":
+                raise _Obstacle(
+                    f"parameter {name!r} is used where its operations cannot be seen (a compiled or scripted part, a "
+                    "custom autograd function)"
+                )
+        return {name: g for (_, name), g in found.items()}
 
     def _check_whole_credit(self, base: Probe, sites: Sequence[Site]) -> None:
         """In the whole batch, too, the loss of a row sends gradients to its own rows alone."""
@@ -446,18 +453,15 @@ class Look:
             raise _Obstacle("rows change places in the batch (sorted by length?)")
 
 
-def _attributed(
-    base: Probe, others: Sequence[Probe], arrived: Sequence[list[Tensor | None]], growth: Growth
-) -> list[Site]:
+def _attributed(base: Probe, others: Sequence[Probe], arrived: Sequence[Gradient], growth: Growth) -> list[Site]:
     """Where the samples are in each operation that parameters meet."""
-    known = [{(c.op.exact, c.op.ordinal): c for c in other.calls} for other in others]
+    known = [{c.name_of: c for c in other.calls} for other in others]
     if any(len(calls) != len(base.calls) for calls in known):
         raise _Obstacle("which operations run depends on the values in the batch")
-    sites, edge = [], 0
+    sites = []
     for call in base.calls:
-        same = [calls[call.op.exact, call.op.ordinal] for calls in known]
-        grads = [row[edge : edge + len(call.edges)] for row in arrived]
-        edge += len(call.edges)
+        same = [calls[call.name_of] for calls in known]
+        grads = [[row.get((*call.name_of, k)) for k in call.edges] for row in arrived]
         sites.append(_site(call, same, grads, growth))
     return sites
 
@@ -506,7 +510,7 @@ def _layout(
     call: ProbedCall, more: torch.Size, shape: torch.Size, changed: Sequence[Tensor], touched: Sequence[Tensor | None],
     strict: bool,
 ) -> Layout:  # fmt: skip
-    """The one layout that the evidence allows: in other company a row keeps its own, and sends gradients there alone."""
+    """The one layout that the evidence allows: a row keeps its own in other company, and sends gradients to it."""
     options = candidates(more, shape, MORE, ROWS)
 
     def agrees(layout: Layout) -> bool:
@@ -559,17 +563,27 @@ def _near(a: Tensor, b: Tensor, scale: Tensor, eps: float, limit: float | None =
     return bool((a - b).abs() <= limit * torch.cat([finite.flatten(), b.abs().view(1)]).max())
 
 
-def _apart(ours: Gradient, theirs: Gradient, rounding: float) -> str | None:
-    """The first parameter at which two gradients differ by more than rounding, relative to it and to the whole."""
-    whole = sum(float(g.double().square().sum()) for g in theirs.values()) ** 0.5
+def _gradient(losses: Tensor, seed: Tensor, targets: Mapping[Any, Any]) -> Gradient:
+    """What arrives at each target, if anything does."""
+    if not targets:
+        return {}
+    grads = torch.autograd.grad([losses], list(targets.values()), [seed], retain_graph=True, allow_unused=True)
+    return {key: g for key, g in zip(targets, grads, strict=True) if g is not None}
+
+
+def _size(gradient: Gradient) -> float:
+    return float(torch.stack([torch.linalg.vector_norm(g) for g in gradient.values()]).norm()) if gradient else 0.0
+
+
+def _apart(ours: Gradient, theirs: Gradient, rounding: float) -> Any:
+    """The first name at which two gradients differ by more than rounding, relative to it and to the whole."""
+    whole = _size(theirs)
     if not np.isfinite(whole):
         return None
     for name in [*theirs, *(ours.keys() - theirs.keys())]:
-        a, b = (g.get(name) for g in (ours, theirs))
-        present = a if a is not None else b
-        assert present is not None
-        a, b = (torch.zeros_like(present) if g is None else g for g in (a, b))
-        if float((a.double() - b.double()).norm()) > _relative(rounding) * float(b.double().norm()) + rounding * whole:
+        a, b = ours.get(name), theirs.get(name)
+        off = torch.linalg.vector_norm(a - b if a is not None and b is not None else a if b is None else b)
+        if float(off) > _relative(rounding) * (_size({name: b}) if b is not None else 0.0) + rounding * whole:
             return name
     return None
 

@@ -187,9 +187,8 @@ class Probe(Numbered, Tape):
         Tape.__init__(self, parameters, None, Sites(), samples, attached=True)
         self._number(seed)
         self._growth = growth
-        self._like = {(call.op.exact, call.op.ordinal): call for call in like.calls} if like else {}
+        self._like = {call.name_of: call for call in like.calls} if like else {}
         self.calls: list[ProbedCall] = []
-        self.unseen: set[str] = set()  # parameters that reach the losses past the tape
 
     @property
     def device(self) -> torch.device:
@@ -266,6 +265,11 @@ class ProbedCall:
     def name(self) -> str:
         """For messages."""
         return f"{getattr(self.op.function, '__name__', '?')} (parameter {self.op.names[0]!r})"
+
+    @property
+    def name_of(self) -> tuple[Any, int]:
+        """By which it is known in other runs."""
+        return self.op.exact, self.op.ordinal
 
     @property
     def complex(self) -> bool:
