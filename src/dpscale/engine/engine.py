@@ -64,6 +64,7 @@ class Engine:
         self._model = weakref.ref(model)
         self._sites = Sites()
         self._schedule = Schedule()
+        self._looked: set[Any] = set()  # kinds that were
         self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
         backend = inductor if compile is True else compile
         self._compiled = CompiledSum(model, backend) if backend else None
@@ -163,10 +164,12 @@ class Engine:
         seed = 1_000_003 * number
         try:
             with phase("checking"):
-                finding = Look(subject, batch, rows, kept, singles=singles, seed=seed)()
+                again = kind in self._looked
+                finding = Look(subject, batch, rows, kept, singles=singles, again=again, seed=seed)()
         except UnsupportedModel:
             self._schedule.forget()
             raise
+        self._looked.add(kind)
         for op, site in finding.sites:
             self._sites.add(op, site)
         self._note_obstacle(kind, finding)

@@ -28,12 +28,19 @@ from dpscale.engine.layout import Layout, candidates
 from dpscale.engine.phases import still_at
 from dpscale.engine.rules import RULE_OF, Call
 from dpscale.engine.tape.tape import OpName, Site, shapes_of
-from dpscale.engine.verify.probe import Growth, Numbered, Probe, ProbedCall, own_randomness
+from dpscale.engine.verify.probe import Growth, Numbered, Probe, ProbedCall, host_states, own_randomness
 from dpscale.engine.verify.rows import Features, companies, replaced, take
 from dpscale.engine.verify.state import Surroundings
 
 ROWS, MORE = 3, 4
 """Rows that are looked at; one of them once more shows which dimensions grow with the batch."""
+
+SEEDS = 8951, 18170, 2181, 3449, 31952, 5043, 8564, 5347, 10484, 4128, 12521, 49936, 23188, 8426, 1536, 35292
+"""For forwards that draw: the first number that torch, random and numpy draw is near 1/32 with the first of these, near
+3/32 with the second, and so on, so that what a branch may do with 6% of all draws is seen."""
+
+LATER = 4
+"""Other draws, and counts of steps, at which a model is looked at that was looked at before."""
 
 Gradient = dict[str, Tensor]
 
@@ -80,18 +87,20 @@ class Look:
         rows: features of its rows, if known.
         kept: the rows to look at, `ROWS` of them.
         singles: rows of the batch that were collated alone, by their place.
-        whole: look at the whole batch in other company too, for what begins with larger batches.
+        again: whether such a model was looked at before, at all `SEEDS` if it draws.
         seed: for the runs, and for the choice of company. Apart from anything private.
     """
 
     def __init__(
         self, subject: Subject, batch: Any, rows: Features | None, kept: Sequence[int], *,
-        singles: Mapping[int, Any] | None = None, whole: bool = True, seed: int = 0,
+        singles: Mapping[int, Any] | None = None, again: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
         self._subject, self._batch, self._features = subject, batch, rows
-        self._kept, self._singles, self._whole, self._seed = list(kept), singles or {}, whole, seed
+        self._kept, self._singles, self._again, self._seed = list(kept), singles or {}, again, seed
+        self._ahead, self._draws = 0, False
         self._rng = np.random.default_rng(seed)
         self._rows = take(batch, self._kept)
+        self._samples = len(next(t for t in tree_leaves(batch) if isinstance(t, Tensor)))
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self) -> Finding:
@@ -118,8 +127,8 @@ class Look:
         others = [self._in_other_company(i, base, losses, left, arrived[i][1]) for i in range(ROWS)]
         self._alone(base, losses)
         self._collated()
-        if self._whole:
-            self._whole_batch()
+        self._whole_batch()
+        self._at_other_draws(base)
         try:
             if not isinstance(base, Probe) or base.lost or any(not isinstance(o, Probe) or o.lost for o in others):
                 raise _Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
@@ -135,7 +144,12 @@ class Look:
         """The losses of a batch, with all randomness its own."""
         still_at("checking that samples are kept apart")
         with own_randomness(self._seed), torch.enable_grad(), mode:
-            return self._subject.run(data)
+            if self._ahead:
+                self._surroundings.count_ahead(self._ahead)
+            before = host_states()
+            losses = self._subject.run(data)
+            self._draws |= host_states() != before
+            return losses
 
     def _growth(self) -> Growth:
         """Which tensors have a row for each sample."""
@@ -230,7 +244,7 @@ class Look:
 
     def _whole_batch(self) -> None:
         """The whole batch, of which a few rows stay; the others become copies of one."""
-        samples = len(next(t for t in tree_leaves(self._batch) if isinstance(t, Tensor)))
+        samples = self._samples
         if samples <= 1:
             return
         keep = sorted(set(self._kept[: max(1, samples // 2)]))
@@ -243,6 +257,26 @@ class Look:
             if not _same(ours[i], losses[i]):
                 self._refuse(self._batch, data, i)
         self._surroundings.compare(left, theirs)
+
+    def _at_other_draws(self, base: Numbered) -> None:
+        """The same with other random numbers, and as many steps later as the forward itself may count."""
+        counts = self._surroundings.count_ahead(0)
+        if not (base.draws_freely or self._draws or counts):
+            return
+        seed = self._seed
+        seeds = [seed + 7919 * (k + 1) for k in range(LATER)] if self._again else SEEDS
+        for k, self._seed in enumerate(seeds):
+            self._ahead = 2**k if counts else 0
+            i = k % ROWS
+            ours = self._run(Numbered(self._seed), self._rows)
+            left = self._left_behind()
+            data = replaced(self._rows, take(self._batch, self._rng.permutation(self._samples)[:ROWS].tolist()), [i])
+            losses = self._run(Numbered(self._seed), data)
+            theirs = self._left_behind()
+            if not _same(ours[i], losses[i]):
+                self._refuse(self._rows, data, i)
+            self._surroundings.compare(left, theirs)
+        self._seed, self._ahead = seed, 0
 
     def _refuse(self, ours: Any, theirs: Any, i: int) -> None:
         """Say where samples meet; unless the forward is another each time, on the very same rows."""

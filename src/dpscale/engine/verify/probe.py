@@ -55,6 +55,7 @@ class Numbered(ParameterOps):
     def _number(self, seed: int, dropout: bool = True, draws: Any = None, keep: bool = False) -> None:
         self.ran: list[RanOp] = []
         self.draws: dict[int, Tensor] = {}
+        self.draws_freely = False  # whether anything but dropout drew: a branch may ask for it
         self.unmatched = False  # whether random numbers could not be given to the row that they were drawn for
         self.outputs: list[list[Tensor]] = []
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
@@ -87,6 +88,7 @@ class Numbered(ParameterOps):
         if _states() != before:
             made = out = self._drawn(made, out)
             self._drew += 1
+            self.draws_freely |= getattr(func, "__name__", "") not in _DROPOUT | _FEATURE_DROPOUT
         self.ran[index] = RanOp(func, inputs, _shapes(made))
         self._note_precision(made)
         if self._keep:
@@ -311,6 +313,12 @@ def own_randomness(seed: int) -> Iterator[None]:
 def random_states() -> list[Any]:
     """Of all generators that are nobody's own."""
     return [random.getstate(), np.random.get_state(), *(generator.get_state() for generator in _generators())]
+
+
+def host_states() -> tuple[Any, ...]:
+    """Of Python's generator and numpy's, such that two can be compared."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
 
 def set_random_states(states: list[Any]) -> None:

@@ -36,6 +36,7 @@ class Surroundings:
         self._model = model
         self._variables = variables_of(loss_fn)
         self._values = [get() for _, get, _ in self._variables]
+        self._parameters = {id(p): p for p in model.parameters()}
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[str, Tensor, Tensor, int]] = []
         for path, value in self._walk():
@@ -60,7 +61,8 @@ class Surroundings:
         return found
 
     def restore(self) -> list[str]:
-        """Put everything back; the names of parameters that had been changed."""
+        """Put everything back; the names of parameters that had been changed, or that others had been put in place of."""
+        changed = [name for name, p in self._model.named_parameters() if id(p) not in self._parameters]
         for (_, get, put), value in zip(self._variables, self._values, strict=True):
             if get() is not value:
                 put(value)
@@ -75,7 +77,6 @@ class Surroundings:
             elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
                 container.clear()
                 container.extend(content)
-        changed = []
         for path, t, value, then in self._tensors:
             if t.shape != value.shape or t.dtype != value.dtype:
                 t.data = value.clone()
@@ -98,6 +99,13 @@ class Surroundings:
                 "noise. Build the layer without it, or change the parameter outside of the forward, from public data "
                 "or from parameters alone."
             )
+
+    def count_ahead(self, steps: int) -> bool:
+        """Move the counters of the forward by so many steps; whether there are any."""
+        counters = [b for b in self._model.buffers() if b in COUNTERS]
+        for b in counters:
+            b.data.copy_(b + steps)
+        return bool(counters)
 
     def compare(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Refuse what two runs on different rows left behind differently; note what counts by itself."""
