@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpscale.engine.compat import version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import variables_of
-from dpscale.engine.modules import COUNTERS, PLAIN, is_integer_scalar
+from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
 
 _ENTRIES = 256  # of one container that are looked at
 _DEPTH = 5
@@ -36,6 +36,12 @@ class Surroundings:
         self._model = model
         self._variables = variables_of(loss_fn)
         self._values = [get() for _, get, _ in self._variables]
+        self._counts = [
+            (module, name, value)
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if type(value) is int
+        ]
         self._parameters = {id(p): p for p in model.parameters()}
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[str, Tensor, Tensor, int]] = []
@@ -62,6 +68,9 @@ class Surroundings:
 
     def restore(self) -> list[str]:
         """Put everything back; the names of parameters that had been changed, or that others had been put in place of."""
+        for module, name, count in self._counts:
+            if type(vars(module).get(name)) is int and vars(module)[name] != count:
+                COUNTED.setdefault(module, set()).add(name)
         changed = [name for name, p in self._model.named_parameters() if id(p) not in self._parameters]
         for (_, get, put), value in zip(self._variables, self._values, strict=True):
             if get() is not value:
@@ -105,7 +114,10 @@ class Surroundings:
         counters = [b for b in self._model.buffers() if b in COUNTERS]
         for b in counters:
             b.data.copy_(b + steps)
-        return bool(counters)
+        counted = [(vars(m), name) for m, name, _ in self._counts if name in COUNTED.get(m, ())]
+        for attributes, name in counted:
+            attributes[name] += steps
+        return bool(counters or counted)
 
     def compare(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Refuse what two runs on different rows left behind differently; note what counts by itself."""
@@ -113,7 +125,7 @@ class Surroundings:
             if path in ours and path in theirs and _equal(ours[path], theirs[path]):
                 continue
             name = path.removeprefix("model.")
-            buffer = isinstance(ours.get(path, theirs.get(path)), Tensor)
+            buffer = name in dict(self._model.named_buffers())
             what = f"A buffer of the model is updated from the samples: {name!r}" if buffer else (
                 f"The forward sets {name!r} from what is in the samples"
             )  # fmt: skip
