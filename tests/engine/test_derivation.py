@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpscale
-from dpscale.engine import capture as capturing
 from dpscale.engine.rules.pulled import Pulled
+from dpscale.engine.tape import tape
 
 from ..seeding import seeded
 from .cases import SCALINGS, Raw, check_equal, traced
@@ -187,7 +187,7 @@ def test_no_batch_of_parameters_is_made(name):
     if name == "tied":
         model.operation = lambda x, w: F.embedding((x[..., 0] * 9).long() % 64, w) @ w.t()
     x = randn(16, 3, 64)
-    dpscale.scaled_sum(model, loss_fn, (x,), SCALINGS[0])  # the inspection may make what it likes
+    dpscale.scaled_sum(model, loss_fn, (x,), SCALINGS[0])  # a look may make what it likes
     with Largest() as largest:
         dpscale.scaled_sum(model, loss_fn, (x,), SCALINGS[0])
     assert largest.numbers <= max(2 * x.numel(), model.p[0].numel())
@@ -212,8 +212,8 @@ def test_trap_22_cost_is_linear_in_the_number_of_parameters(monkeypatch):
             return func(*args, **(kwargs or {}))
 
     looks = []
-    tensors_in = capturing.tensors_in
-    monkeypatch.setattr(capturing, "tensors_in", lambda a, k: looks.append(1) or tensors_in(a, k))
+    tensors_in = tape.tensors_in
+    monkeypatch.setattr(tape, "tensors_in", lambda a, k: looks.append(1) or tensors_in(a, k))
     costs = []
     for count in (250, 500, 1000):
         model = Many(count)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpscale.engine.modules import structure
-from dpscale.engine.taint import COUNTERS
+from dpscale.engine.modules import COUNTERS, structure
 
 
 class Shared(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpscale.engine.functions import identity
+from dpscale.engine.identity import identity
 
 scale = 1.0
 
