@@ -230,6 +230,7 @@ class Tape(ParameterOps):
         self._sites, self._attached, self._lenient = sites, attached, lenient
         self._anchor = torch.zeros((), requires_grad=True)
         self._calls: Counter[Any] = Counter()
+        self._made: Counter[str] = Counter()
 
     @property
     def edges(self) -> list[GradientEdge]:
@@ -320,9 +321,11 @@ class Tape(ParameterOps):
     ) -> str:  # fmt: skip
         """Record a function of parameters; with ``met``, later operations on it are met as on a parameter."""
         key = ""
+        name = f"{getattr(op.function, '__name__', '?')}({', '.join(op.names)})"
+        self._made[name] += 1  # not the ordinal: ``w[0]`` and ``w[..., 1]``, ``w.t()`` and ``torch.t(w)`` share a name
         for k, t in enumerate(tree_flatten(out)[0]):
             if isinstance(t, Tensor) and t.requires_grad:
-                key = f"{getattr(op.function, '__name__', '?')}({', '.join(op.names)})#{op.ordinal}.{k}"
+                key = f"{name}#{self._made[name] - 1}.{k}"
                 self.derived[key] = Derived(t, func, args, kwargs, keys, k, version(t))
                 if met:
                     self.keys[id(t)] = key

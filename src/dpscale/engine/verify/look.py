@@ -447,7 +447,7 @@ def _site(
     """What the evidence says about one operation."""
     if call.role == "shared":
         try:
-            constant = all(all(map(_same, call.constants, other.constants)) for other in others)
+            constant = all(all(map(_same, _read(call), _read(other))) for other in others)
         except RuntimeError as error:  # tensors of torch.vmap, which are gone with it
             raise _Obstacle(f"{call.name} runs inside of torch.vmap") from error
         if not constant:
@@ -479,6 +479,16 @@ def _site(
         shapes = growth.of_input(call.index, tensors.index(k))
         layouts[str(k)] = _layout(call, *shapes, changed, [None] * ROWS, False)
     return Site("rows", None, layouts)
+
+
+_LIKE = {"view_as", "reshape_as", "expand_as", "type_as"}
+_OVERWRITE = {"__setitem__", "copy_"}
+
+
+def _read(call: ProbedCall) -> Sequence[Tensor]:
+    """The constants whose values an operation reads: others may be memory that was never written."""
+    name = getattr(call.op.function, "__name__", "")
+    return call.constants[len(call.constants) if name in _LIKE else name in _OVERWRITE :]
 
 
 def _layout(
