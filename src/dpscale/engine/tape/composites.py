@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscale.engine.errors import UnsupportedModel
-
 State = tuple[Tensor, ...]
 """Hidden state of one layer and direction: (h,), or (h, c) for an LSTM."""
 
@@ -59,10 +57,9 @@ def _network(step: Step, name: str) -> Callable[..., Any]:
         batch_first: bool,
     ) -> Any:
         if not isinstance(has_biases, bool):  # torch's other signature: (data, batch_sizes, hx, params, ...)
-            raise UnsupportedModel(
-                f"{name} got a PackedSequence, whose rows are time steps of several samples sorted by length, so they "
-                "cannot be attributed to samples. Pass the padded tensor, and mask what lies beyond each length."
-            )
+            # A PackedSequence: time steps of several samples, sorted by length. Torch's own, in one piece.
+            own = getattr(torch, name)
+            return own(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
         x = input.transpose(0, 1) if batch_first else input
         directions = 2 if bidirectional else 1
         given: State = (hx,) if isinstance(hx, Tensor) else tuple(hx)

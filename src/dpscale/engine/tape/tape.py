@@ -162,6 +162,7 @@ class ParameterOps(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.keys: dict[int, str] = {}
+        self._entered: list[Callable[..., Any]] = []
 
     def __enter__(self) -> Self:
         Watched.count += 1
@@ -186,11 +187,24 @@ class ParameterOps(TorchFunctionMode):
             raise UnsupportedModel(SECOND)
         if not any(id(t) in self.keys for t in tensors_in(args, kwargs)) or asks(func, args):
             return self.pass_by(func, args, kwargs)
+        inside = self.enter(func)
+        return self.meet(func, args, kwargs) if inside is None else inside(*args, **kwargs)
+
+    def enter(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """As `enter`, watched; but not one that hands itself over a second time."""
         inside = enter(func)
-        if inside is not None:
-            with self:
-                return inside(*args, **kwargs)
-        return self.meet(func, args, kwargs)
+        if inside is None or func in self._entered:
+            return None
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._entered.append(func)
+            try:
+                with self:
+                    return inside(*args, **kwargs)
+            finally:
+                self._entered.pop()
+
+        return watched
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation that consumes no parameter."""

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpscale.engine.compat import tree_flatten, tree_leaves
 from dpscale.engine.tape.calls import as_now, result, tensors_in
-from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, constants_in, enter
+from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, constants_in
 
 Shapes = tuple[torch.Size, ...]
 
@@ -59,7 +59,6 @@ class Numbered(ParameterOps):
         self.unmatched = False  # whether random numbers could not be given to the row that they were drawn for
         self.outputs: list[list[Tensor]] = []
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
-        self._entered: list[Callable[..., Any]] = []
         self._drew = 0
         self._seed, self._dropout, self._given, self._keep = seed, dropout, draws, keep
 
@@ -69,14 +68,9 @@ class Numbered(ParameterOps):
         kwargs = kwargs or {}
         if asks(func, args):
             return func(*args, **kwargs)
-        inside = enter(func)
-        if inside is not None and func not in self._entered:  # some hand themselves over a second time
-            self._entered.append(func)
-            try:
-                with self:
-                    return inside(*args, **kwargs)
-            finally:
-                self._entered.pop()
+        inside = self.enter(func)
+        if inside is not None:
+            return inside(*args, **kwargs)
         index = len(self.ran)
         inputs = _shapes((args, kwargs))
         self.ran.append(RanOp(func, inputs, ()))
