@@ -1,7 +1,7 @@
 """What tells one loss function from another: what it does, as far as that can be seen, and not where it lies.
 
 ``lambda model, batch: ...`` in a training loop is another function at every step and does the same at every step; to
-inspect, or compile, the model anew for each would take longer than to train. A function that reads a number which has
+check, or compile, the model anew for each would take longer than to train. A function that reads a number which has
 changed since does something else, though it is the same function: a compiled step has that number in it.
 """
 

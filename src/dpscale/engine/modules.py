@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpscale.engine.compat import FakeTensor, keystr, tree_flatten_with_path, version
+from dpscale.engine.compat import FakeTensor, keystr, registered, tree_flatten_with_path, version
 
 _NUMBERS = (int, float, complex)
 PLAIN = (*_NUMBERS, str, bytes, type(None))
@@ -172,12 +172,13 @@ def _state(model: nn.Module) -> list[Any]:
             continue
         seen[id(module)] = len(seen)
         state += (type(module), module.training, len(vars(module)))
-        for name, p in module._parameters.items():
+        parameters, buffers, modules = registered(module)
+        for name, p in parameters.items():
             state += (name, id(p), p is not None and p.requires_grad)
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers.items():
             state += (name, id(buffer))
-        state += module._modules.keys()  # a scripted module's are no dictionary
-        waiting += module._modules.values()
+        state += modules.keys()  # a scripted module's are no dictionary
+        waiting += modules.values()
     return state
 
 

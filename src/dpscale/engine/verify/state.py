@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpscale.engine.compat import version
+from dpscale.engine.compat import registered, version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import variables_of
 from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
@@ -156,9 +156,9 @@ class Surroundings:
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         attributes = vars(value)
-        for group in ("_parameters", "_buffers", "_modules"):
-            yield f".[{group}]", attributes.get(group, {})
-            yield from ((f".{name}", each) for name, each in list(attributes.get(group, {}).items()))
+        for group, held in zip(("parameters", "buffers", "modules"), registered(value), strict=True):
+            yield f".[{group}]", held
+            yield from ((f".{name}", each) for name, each in list(held.items()))
         yield ".[attributes]", attributes
         yield from (
             (f".{name}", each)
