@@ -28,6 +28,7 @@ def parsed(name):
 
 # -- Private names of torch ------------------------------------------------------------------------------------------
 
+
 def is_private(name):
     return name.startswith("_") and not name.startswith("__") and name != "_"
 

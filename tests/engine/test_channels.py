@@ -100,7 +100,9 @@ def test_the_gradient_that_a_rule_sees_is_channels_last(monkeypatch):
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 3))
     batch = torch.randn(3, 2, 4, 4), torch.tensor([0, 2, 1])
     traced_last(monkeypatch)
-    Engine(model, compile=lambda graph, _: graph).scaled_sum(losses, batch, dpscale.Clip(C=1.0), torch.ones(3, dtype=torch.bool))
+    Engine(model, compile=lambda graph, _: graph).scaled_sum(
+        losses, batch, dpscale.Clip(C=1.0), torch.ones(3, dtype=torch.bool)
+    )
     assert seen[-2:] == [(64, 1, 16, 4)] * 2  # the first ones are the look's
 
 

@@ -77,7 +77,10 @@ VIEWS = {  # a function of x (B, 3, 4) and of parameters
         lambda x, w: F.linear(x, w[0]) + F.linear(x.sin(), w[-1]) + F.linear(x.cos(), w[..., 1, :, :]),
         (3, 5, 4),
     ),
-    "one-name": (lambda x, w: x @ w.transpose(0, 1) @ torch.transpose(w.sin(), 1, 0) @ torch.transpose(w, 0, 1), (4, 4)),
+    "one-name": (
+        lambda x, w: x @ w.transpose(0, 1) @ torch.transpose(w.sin(), 1, 0) @ torch.transpose(w, 0, 1),
+        (4, 4),
+    ),
     "pieces-of-a-transpose": (lambda x, w: sum(F.linear(x, part).sin() for part in w.t().split(2)), (4, 6)),
     "tensor-split": (lambda x, w: sum(F.linear(x, part).sum(-1) for part in w.tensor_split((1, 3))), (6, 4)),
     "changed-through-a-view": (changed_through_a_view, (5, 4)),

@@ -44,8 +44,8 @@ from torch.utils._pytree import (
 __all__ = [
     "CHECKPOINT_GENERATOR", "BatchNorm", "FakeTensor", "InstanceNorm", "TreeSpec", "compile_graph", "foreach_add_",
     "foreach_copy_", "foreach_div_", "foreach_mul_", "graph_pass", "is_tree_node", "keystr", "merge_equal",
-    "register_tree_node", "registered", "reparametrized", "storage", "trace_on_fakes", "tree_flatten", "tree_flatten_with_path",
-    "tree_leaves", "tree_map", "tree_structure", "tree_unflatten", "version",
+    "register_tree_node", "registered", "reparametrized", "storage", "trace_on_fakes", "tree_flatten",
+    "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_structure", "tree_unflatten", "version",
 ]  # fmt: skip
 
 # One launch for many tensors. If they go: a loop over Tensor.add_ and the like.

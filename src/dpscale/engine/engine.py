@@ -225,8 +225,8 @@ def scaled_sum(
 ) -> ScaledSum:
     """Σ_i w(‖g_i‖)·g_i over the samples of a batch, by one forward and one backward.
 
-    Guarantee: for a model and loss that treat samples apart (checked on the first call and every so often after), every sample adds at most
-    ``rule.bound`` to the sum, in norm over all trainable parameters.
+    Guarantee: for a model and loss that treat samples apart (checked on the first call and every so often after),
+    every sample adds at most ``rule.bound`` to the sum, in norm over all trainable parameters.
 
     | sample                  | adds                                        |
     |-------------------------|---------------------------------------------|

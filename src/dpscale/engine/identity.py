@@ -164,7 +164,7 @@ def variables_of(function: Any) -> list[Variable]:
         return [_constant("self", function.__self__), *variables_of(function.__func__)]
     if not isinstance(function, FunctionType):
         return [] if function is None or isinstance(function, BuiltinFunctionType) else [_constant("self", function)]
-    found = []
+    found: list[Variable] = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # a variable that has no value yet
             _ = cell.cell_contents

@@ -140,8 +140,10 @@ class Compiled:
                 self._capture_graph(data, mask)
 
     def __call__(self, batch: Any, mask: Tensor, coefficients: Sequence[float]) -> list[Tensor]:
-        """The gradients by name, the norms, the weights and the losses of a batch of the example's shape. On CUDA these are
-        the graph's own buffers: the next replay overwrites them."""
+        """The gradients by name, the norms, the weights and the losses of a batch of the example's shape.
+
+        On CUDA these are the graph's own buffers: the next replay overwrites them.
+        """
         leaves = tree_flatten(batch)[0]
         if self._last != list(coefficients):
             self._last = list(coefficients)

@@ -15,6 +15,7 @@ Where that cannot be told, the model is right but cannot be followed: it is run 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -224,8 +225,8 @@ class Look:
             if _apart(g, other, mode.eps**0.5) is not None:
                 raise UnsupportedModel(
                     "Samples are coupled in the backward: the gradient of one sample depends on another, though no "
-                    "loss does. A hook on a tensor or a module, or the backward of a custom autograd function, computes "
-                    "with the whole batch. Let it treat each sample apart, or leave it out."
+                    "loss does. A hook on a tensor or a module, or the backward of a custom autograd function, "
+                    "computes with the whole batch. Let it treat each sample apart, or leave it out."
                 )
             return mode
         return None
@@ -236,10 +237,13 @@ class Look:
         The first row among copies of itself, which shows what counts rows that are alike; the second among others of
         the batch; the third among copies of an extreme one, or nothing at all.
         """
-        others = list(companies(self._batch, self._features, self._rng))
-        ways = [lambda: take(self._rows, [i] * ROWS)]
-        for way in others:
-            ways.append(lambda way=way: replaced(self._rows, take(way(), self._kept), [i]))
+
+        def around(company: Callable[[], Any]) -> Any:
+            return replaced(self._rows, take(company(), self._kept), [i])
+
+        others = companies(self._batch, self._features, self._rng)
+        ways: list[Callable[[], Any]] = [partial(take, self._rows, [i] * ROWS)]
+        ways += [partial(around, company) for company in others]
         return [ways[(0, 1, -1)[i]], *ways]
 
     def _whole_batch(self) -> None:
@@ -346,9 +350,9 @@ class Look:
             eps = max(base.eps, mode.eps)
             if not _near(losses[i], alone[0], losses, eps) and not self._by_rounding(i, losses[i] - alone[0], eps):
                 raise UnsupportedModel(
-                    f"The loss of a sample is {losses[i].item():.6g} among {ROWS} rows and {alone[0].item():.6g} alone. "
-                    "It depends on how many rows are in the batch, so it is not the loss of one sample: divide by "
-                    "counts of the sample itself, never by the batch's, and let no padding enter a mean."
+                    f"The loss of a sample is {losses[i].item():.6g} among {ROWS} rows and {alone[0].item():.6g} "
+                    "alone. It depends on how many rows are in the batch, so it is not the loss of one sample: divide "
+                    "by counts of the sample itself, never by the batch's, and let no padding enter a mean."
                 )
 
     def _by_rounding(self, i: int, apart: Tensor, eps: float) -> bool:
@@ -399,7 +403,9 @@ class Look:
                 "part, a custom autograd function)"
             )
         base.ops = [
-            replace(call.taped, site=site, function=call.again if site.rule is None else call.op.function)
+            replace(
+                call.taped, site=site, function=call.again if site.rule is None and call.again else call.op.function
+            )
             for call, site in zip(base.calls, sites, strict=True)
             if call.taped is not None and site.role in ("rows", "expanded")
         ]
@@ -495,7 +501,7 @@ def _layout(
     call: ProbedCall, more: torch.Size, shape: torch.Size, changed: Sequence[Tensor], touched: Sequence[Tensor | None],
     strict: bool,
 ) -> Layout:  # fmt: skip
-    """The one layout that the evidence allows: row i keeps its own in other company, and sends gradients there alone."""
+    """The one layout that the evidence allows: row i keeps its own in other company, and sends gradients there."""
     options = candidates(more, shape, MORE, ROWS)
 
     def agrees(layout: Layout) -> bool:

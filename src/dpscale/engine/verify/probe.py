@@ -60,7 +60,8 @@ class Numbered(ParameterOps):
         self.outputs: list[list[Tensor]] = []
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
         self._drew = 0
-        self._seed, self._dropout, self._given, self._keep = seed, dropout, draws, keep
+        self._given: tuple[Mapping[int, Tensor], int, int] | None = draws
+        self._seed, self._dropout, self._keep = seed, dropout, keep
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

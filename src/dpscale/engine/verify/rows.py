@@ -6,6 +6,7 @@ largest integer, whether all numbers are finite.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -122,5 +123,5 @@ def companies(batch: Any, rows: Features | None, rng: np.random.Generator) -> It
 
     yield shuffled
     for i in extremes:
-        yield lambda i=i: take(batch, [i] * samples)
+        yield partial(take, batch, [i] * samples)
     yield lambda: neutral(batch)

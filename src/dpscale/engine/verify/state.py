@@ -67,7 +67,7 @@ class Surroundings:
         return found
 
     def restore(self) -> list[str]:
-        """Put everything back; the names of parameters that had been changed, or that others had been put in place of."""
+        """Put everything back; the names of parameters that had been changed, or exchanged for others."""
         for module, name, count in self._counts:
             if type(vars(module).get(name)) is int and vars(module)[name] != count:
                 COUNTED.setdefault(module, set()).add(name)
@@ -175,10 +175,10 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         if len(value) <= _ENTRIES:
             yield from ((f"[{k}]", each) for k, each in enumerate(list(value)))
     elif _inside(value) and not isinstance(value, Tensor):
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            yield ".[attributes]", attributes
-            yield from ((f".{name}", each) for name, each in list(attributes.items()))
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            yield ".[attributes]", own
+            yield from ((f".{name}", each) for name, each in list(own.items()))
 
 
 _MODULE = frozenset(vars(nn.Module()))
