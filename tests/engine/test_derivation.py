@@ -114,8 +114,8 @@ VIEWS = {  # a function of x (B, 3, 4) and of parameters
     "time-first": (lambda x, w: x + F.embedding(torch.arange(3)[:, None].expand(3, len(x)), w).transpose(0, 1), (7, 4)),
 }
 FORMED = {
-    "not-an-isometry", "both", "expand-product", "one-name", "stacked", "repeat-rows", "changed-through-a-view", "taken-twice",
-    "masked",
+    "not-an-isometry", "both", "expand-product", "one-name", "stacked", "repeat-rows", "changed-through-a-view",
+    "taken-twice", "masked",
 }  # fmt: skip
 """Those for which B gradients must go through autograd."""
 
