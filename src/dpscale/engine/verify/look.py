@@ -43,6 +43,12 @@ SEEDS = 8951, 18170, 2181, 3449, 31952, 5043, 8564, 5347, 10484, 4128, 12521, 49
 LATER = 4
 """Other draws, and counts of steps, at which a model is looked at that was looked at before."""
 
+_EACH_TIME = (
+    "The forward gives something else each time, on the very same batch: it computes with what it changes itself (a "
+    "counter, a cache?), so that nothing can be told about its samples. Change that outside of the forward, as a "
+    "buffer, or hand it over with the batch."
+)
+
 Gradient = dict[str, Tensor]
 
 
@@ -129,6 +135,7 @@ class Look:
         self._alone(base, losses)
         self._collated()
         self._whole_batch()
+        self._require_no_count(losses)
         self._at_other_draws(base)
         try:
             if not isinstance(base, Probe) or base.lost or any(not isinstance(o, Probe) or o.lost for o in others):
@@ -262,6 +269,17 @@ class Look:
                 self._refuse(self._batch, data, i)
         self._surroundings.compare(left, theirs)
 
+    def _require_no_count(self, losses: Tensor) -> None:
+        """A number that the forward itself changes must not be computed with: a compiled step would have it in it."""
+        if not self._surroundings.count_ahead(0, buffers=False):
+            return
+        with own_randomness(self._seed), torch.enable_grad(), Numbered(self._seed):
+            self._surroundings.count_ahead(1, buffers=False)
+            later = self._subject.run(self._rows)
+        self._surroundings.restore()
+        if not _same(losses, later):
+            raise UnsupportedModel(_EACH_TIME)
+
     def _at_other_draws(self, base: Numbered) -> None:
         """The same with other random numbers, and as many steps later as the forward itself may count."""
         counts = self._surroundings.count_ahead(0)
@@ -292,11 +310,7 @@ class Look:
             apart = (again[0][i] - again[1][i]).abs()
             if again[0].device.type != "cpu" and bool(apart <= 1e-3 * again[0][i].abs().clamp(min=1)):
                 return  # kernels that add up in another order each time
-            raise UnsupportedModel(
-                "The forward gives something else each time, on the very same batch: it computes with what it changes "
-                "itself (a counter, a cache?), so that nothing can be told about its samples. Change that outside of "
-                "the forward, as a buffer, or hand it over with the batch."
-            )
+            raise UnsupportedModel(_EACH_TIME)
         raise UnsupportedModel(
             f"Samples are coupled at {self._where(ours, theirs, i)}: what one sample holds reaches another. A "
             "per-sample gradient, and so a bound on one sample's influence, does not exist then. The usual causes are "
@@ -479,6 +493,8 @@ def _site(
         trial = Call(call.op.function, arguments, ROWS, next(iter(layouts.values())), {}, wanted)
         if wanted <= set(rule.trainable) and rule.accepts(trial):
             return Site("rows", rule, layouts)
+    if call.draws:
+        raise _Obstacle(f"{call.name} draws random numbers inside")
     tensors = [k for k, t in enumerate(call.inputs) if isinstance(t, Tensor)]
     for k in sorted(call.growing):
         changed = [_changed_or_obstacle(call, call.inputs[k], other.inputs[k]) for other in others]

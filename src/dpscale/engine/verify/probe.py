@@ -74,13 +74,17 @@ class Numbered(ParameterOps):
             return inside(*args, **kwargs)
         index = len(self.ran)
         inputs = _shapes((args, kwargs))
+        args, kwargs, hidden = _without_hidden_dropout(func, args, kwargs)
         self.ran.append(RanOp(func, inputs, ()))
         _seed(self._seed + self._drew)
         before = _states()
         met = any(id(t) in self.keys for t in tensors_in(args, kwargs))
         out = (self.meet if met else self.pass_by)(func, args, kwargs)
         made = result(func, args, out)
-        if _states() != before:
+        drew = _states() != before
+        if met and (hidden or drew):
+            self.drawn_inside()
+        if drew:
             made = out = self._drawn(made, out)
             self._drew += 1
             self.draws_freely |= getattr(func, "__name__", "") not in _DROPOUT | _FEATURE_DROPOUT
@@ -104,10 +108,10 @@ class Numbered(ParameterOps):
         name = getattr(func, "__name__", "")
         if name in _DROPOUT or name in _FEATURE_DROPOUT:
             return self._dropped(name, *args, **kwargs)
-        if name == "scaled_dot_product_attention":  # its mask cannot be seen
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}
-            kwargs.pop("dropout_p", None)
         return func(*args, **kwargs)
+
+    def drawn_inside(self) -> None:
+        """An operation that consumes parameters draws: run again, it would draw something else."""
 
     def _dropped(self, name: str, input: Tensor, p: float = 0.5, train: bool = True, **kwargs: Any) -> Tensor:
         p, train = kwargs.get("p", p), kwargs.get("training", train)
@@ -154,6 +158,17 @@ class Numbered(ParameterOps):
         return other.narrow(d, row * drawn.shape[d], drawn.shape[d])
 
 
+def _without_hidden_dropout(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """A call without the dropout of attention, whose mask cannot be seen; and whether there was any."""
+    if getattr(func, "__name__", "") != "scaled_dot_product_attention":
+        return args, kwargs, False
+    p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    return args, {k: v for k, v in kwargs.items() if k != "dropout_p"}, p > 0
+
+
 class Probe(Numbered, Tape):
     """A numbered forward that is taped, with plain autograd's gradients beside the tape's.
 
@@ -187,6 +202,11 @@ class Probe(Numbered, Tape):
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it."""
         return Numbered.pass_by(self, func, args, kwargs)
+
+    def drawn_inside(self) -> None:
+        """Note it."""
+        if self.calls:
+            self.calls[-1].draws = True
 
     def find(self, op: OpName, standing: list[Any], keys: dict[int, str]) -> Site:
         """By what grows with the batch, or as another probe had it."""
@@ -241,6 +261,7 @@ class ProbedCall:
     edges: Mapping[int, GradientEdge] = field(default_factory=dict)
     again: Callable[..., Any] | None = None
     taped: TapedOp | None = None
+    draws: bool = False
 
     @property
     def name(self) -> str:

@@ -39,7 +39,7 @@ class Surroundings:
         self._counts = [
             (module, name, value)
             for module in model.modules()
-            for name, value in vars(module).items()
+            for name, value in {**vars(type(module)), **vars(module)}.items()  # of the class: where a count begins
             if type(value) is int
         ]
         self._parameters = {id(p): p for p in model.parameters()}
@@ -109,14 +109,14 @@ class Surroundings:
                 "or from parameters alone."
             )
 
-    def count_ahead(self, steps: int) -> bool:
-        """Move the counters of the forward by so many steps; whether there are any."""
-        counters = [b for b in self._model.buffers() if b in COUNTERS]
+    def count_ahead(self, steps: int, buffers: bool = True) -> bool:
+        """Move the counters of the forward by so many steps, those that are buffers too; whether there are any."""
+        counters = [b for b in self._model.buffers() if b in COUNTERS] if buffers else []
         for b in counters:
             b.data.copy_(b + steps)
-        counted = [(vars(m), name) for m, name, _ in self._counts if name in COUNTED.get(m, ())]
-        for attributes, name in counted:
-            attributes[name] += steps
+        counted = [(vars(m), name, count) for m, name, count in self._counts if name in COUNTED.get(m, ())]
+        for attributes, name, count in counted:
+            attributes[name] = count + steps
         return bool(counters or counted)
 
     def compare(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
