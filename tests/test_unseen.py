@@ -259,7 +259,7 @@ def test_a_buffer_that_the_forward_makes_of_the_samples_is_refused(registered):
     model = Of(make)
     if registered:
         model.register_buffer("q", None)
-    with pytest.raises(dpscale.UnsupportedModel, match="A buffer of the model is updated from the samples"):
+    with pytest.raises(dpscale.UnsupportedModel, match="The forward sets 'q' from what is in the samples"):
         dpscale.scaled_sum(model, loss_fn, BATCH, RULE)
     assert dict(model._buffers) == ({"q": None} if registered else {})
 

@@ -51,7 +51,7 @@ def test_each_hears_its_own():
 
 
 def test_every_sum_waits_for_it():
-    """What is summed is computed from the weights that `publish` passes on: so it runs before, and is never left out."""
+    """What is summed is computed from the weights that `publish` passes on: it runs before, and is never left out."""
     seen = []
 
     def backend(graph, inputs):
