@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import harness
 from dpscale.engine import kernels
-from dpscale.engine.inductor import inductor
+from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.rules.convolution import Patches
 from dpscale.engine.rules.forms import Dense, Form, slack, wide
 from dpscale.engine.rules.linear import CHUNK, Outer

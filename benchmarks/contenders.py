@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import dpscale
-from dpscale.engine.compiled import Fast
+from dpscale.engine import Engine
 from dpscale.noise import Key, Noise
 from harness import Context, Step
 from models import Task
@@ -39,7 +39,7 @@ def plain(compiled: bool) -> Callable[..., Step]:
 
 def ours(compiled: bool) -> Callable[..., Step]:
     def make(task: Task, model: nn.Module, x: Tensor, y: Tensor, cast: Context) -> Step:
-        optimizer, fast = sgd(model), Fast(model)
+        optimizer, fast = sgd(model), Engine(model, compile=True).scaled_sum
         rule, noise, count = dpscale.PSASC(C=1.0, s=0.5, r=1e-3), Noise(Key()), [0]
         mask = torch.ones(len(x), dtype=torch.bool, device=x.device)
         parameters = dict(model.named_parameters())

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import dpscale
 import harness
-from dpscale.engine.compiled import Fast
+from dpscale.engine import Engine
 from harness import Row, Table, figure
 
 WORDS = 50257
@@ -210,7 +210,7 @@ def steps(layer: Layer, batch: int, args: argparse.Namespace, precision: str) ->
     models = [layer.make().to(args.device) for _ in range(2)]
     x = layer.data(batch, args.device)
     mask = torch.ones(batch, dtype=torch.bool, device=args.device)
-    fast, rule = Fast(models[1]), dpscale.Clip(C=1.0)
+    fast, rule = Engine(models[1], compile=True).scaled_sum, dpscale.Clip(C=1.0)
 
     def losses(model: nn.Module, x: Tensor) -> Tensor:
         with cast():

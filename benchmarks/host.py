@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 
 import dpscale
 import dpscale.noise
-from dpscale.engine.compiled import Fast
-from dpscale.engine.verdict import tell
+from dpscale.engine import Engine
+from dpscale.engine.compile.finite_flag import publish
 from dpscale.lab.models import normed_cnn
 from dpscale.momentum import HeavyBall
 from models import GPT2, ViT
@@ -49,7 +49,7 @@ def answered(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[...,
     yes = torch.tensor(True)
 
     def run(*_: Tensor) -> Any:
-        tell(answer[0], yes)
+        publish(answer[0], yes)
         return answer
 
     return run
@@ -66,7 +66,7 @@ def stepping(name: str) -> tuple[Callable[[], None], nn.Module]:
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
     private = dpscale.privatize(model, optimizer, plan, seed=0, compile=True)
-    private._engine._fast = Fast(model, answered)
+    private._engine = Engine(model, compile=answered)
     batches = iter(private.batches(TensorDataset(x, torch.randint(0, 10, (64,)))))
 
     def step() -> None:

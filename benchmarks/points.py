@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dpscale
 import harness
-from dpscale.engine.compiled import Fast
+from dpscale.engine import Engine
 from harness import Memory, Row, Step, Table, figure
 from models import TASKS, Task
 
@@ -41,7 +41,7 @@ def make(way: str, points: int, task: Task, precision: str, device: str) -> tupl
         with cast():
             return task.losses(model(batch[0]), batch[1])
 
-    fast = Fast(model)
+    fast = Engine(model, compile=True).scaled_sum
     several = chosen if points > 1 else None
 
     def held() -> None:

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from dpscale.engine.compiled import Fast
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpscale
+from dpscale.engine import Engine
 from dpscale.momentum import MOMENTA
 
 N, BATCH = 12, 6
@@ -181,7 +181,7 @@ def test_compiled_points_are_the_eager_ones(monkeypatch, name):
 
     momentum = dpscale.InnerOuter(K0=2, gamma0=0.6, gamma1=0.3)
     eager, *_ = run(name, momentum)
-    monkeypatch.setattr("dpscale.engine.engine.Fast", lambda model: Fast(model, trace))
+    monkeypatch.setattr("dpscale.training.Engine", lambda model, compile: Engine(model, compile=trace))
     traced, *_ = run(name, momentum, compile=True)
     assert len(made) == 1
     assert_same(eager, traced)

@@ -662,7 +662,7 @@ class Keeping(nn.Module):
 @pytest.mark.parametrize("what", ["balance", "penalty"])
 def test_what_a_model_keeps_to_itself_is_looked_at_too(what):
     run = private(Keeping())
-    with pytest.raises(dpscale.UnsupportedModel, match="sets .hidden. from what is in the samples"):
+    with pytest.raises(dpscale.UnsupportedModel, match=r"sets .hidden. from what is in the samples"):
         for x, y in run.batches(data()):
             x.requires_grad_()
             losses = loss_fn(run.model, (x, y))

@@ -28,12 +28,6 @@ def parsed(name):
 
 # -- Private names of torch ------------------------------------------------------------------------------------------
 
-TO_BE_REWRITTEN = {
-    "dpscale.guard", "dpscale.momentum", "dpscale.training", "dpscale.engine.completeness",
-    "dpscale.engine.inspection", "dpscale.engine.observation", "dpscale.engine.taint",
-}  # fmt: skip
-"""Modules that still name some. One that no longer does fails here until it is taken off this list."""
-
 
 def is_private(name):
     return name.startswith("_") and not name.startswith("__") and name != "_"
@@ -98,14 +92,7 @@ def has(path, attribute):
         return hasattr(getattr(importlib.import_module(module), name), attribute)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason="is being rewritten") if name in TO_BE_REWRITTEN else ())
-        for name in MODULES
-        if name != COMPAT and not name.startswith("dpscale.lab")
-    ],
-)
+@pytest.mark.parametrize("name", [n for n in MODULES if n != COMPAT and not n.startswith("dpscale.lab")])
 def test_only_compat_names_private_names_of_torch(name):
     assert list(private_names(parsed(name))) == []
 
@@ -194,14 +181,22 @@ def unit_of(name):
 
 
 def imported(name):
-    """The modules of ours that a module imports, wherever in it."""
-    for node in ast.walk(parsed(name)):
+    """The modules of ours that a module imports, wherever in it; what it names in annotations alone is not imported."""
+    tree = parsed(name)
+    types = {each for node in ast.walk(tree) if is_for_types(node) for each in ast.walk(node)}
+    for node in ast.walk(tree):
+        if node in types:
+            continue
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dpscale":
             for a in node.names:
                 full = f"{node.module}.{a.name}"
                 yield full if full in MODULES else node.module
+
+
+def is_for_types(node):
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def test_the_tree_names_every_module():
@@ -230,10 +225,7 @@ def test_the_order_is_read_from_the_tree():
 # -- Packages --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dpscale", pytest.param("dpscale.engine", marks=pytest.mark.xfail(reason="its code is being moved"))],
-)
+@pytest.mark.parametrize("name", ["dpscale", "dpscale.engine"])
 def test_a_package_is_a_list_of_names(name):
     docstring, *body = parsed(name).body
     assert isinstance(docstring, ast.Expr)

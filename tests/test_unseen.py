@@ -1,24 +1,21 @@
 """What a look at one forward would not show: gates that open at random, switches, counters, memory, the backward."""
 
-import copy
 import functools
-import gc
 import random
-import weakref
 from types import ModuleType
 
-import dpscale.engine.inspection as inspection
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from dpscale.engine.compiled import Fast
-from dpscale.engine.observation import Observer
 from torch import nn
 
 import dpscale
-import dpscale.engine as engine
+from dpscale.engine import Engine
+from dpscale.engine.engine import engine_of
+from dpscale.engine.verify import look as looking
 
+from .engine.cases import check_sample_by_sample
 from .helpers import data, loss_fn, mlp, private
 from .seeding import seeded
 
@@ -49,12 +46,9 @@ def centred(x):
     return x - x.mean(0)
 
 
-@pytest.fixture
-def inspections(monkeypatch):
-    """Grows by one with each inspection."""
-    inspected, original = [], engine.inspect
-    monkeypatch.setattr(engine, "inspect", lambda *args: inspected.append(1) or original(*args))
-    return inspected
+def looks(model):
+    """How often it was looked at."""
+    return engine_of(model)._schedule.looks
 
 
 def go_through(model, how, loss=loss_fn, steps=5):
@@ -135,7 +129,7 @@ def test_random_numbers_that_mix_nothing_are_no_reason_to_refuse(draw):
     dpscale.scaled_sum(model, loss_fn, BATCH, RULE)
 
 
-def test_the_inspection_uses_up_no_random_numbers():
+def test_a_look_uses_up_no_random_numbers():
     def drawn():
         return torch.rand(3).tolist(), [random.gauss(0, 1) for _ in range(3)], np.random.normal(size=3).tolist()
 
@@ -147,22 +141,22 @@ def test_the_inspection_uses_up_no_random_numbers():
 
     model = Of(lambda self, x: x * drawn()[1][0])
     seeded()
+    loss_fn(model, BATCH)
     expected = drawn()
     seeded()
-    engine.inspect(model, dict(model.named_parameters()), lambda batch: loss_fn(model, batch), BATCH)
+    dpscale.scaled_sum(model, loss_fn, BATCH, RULE)
     assert drawn() == expected
 
 
-def test_a_forward_that_draws_nothing_is_not_run_more_often():
+def test_a_forward_that_draws_nothing_but_dropout_is_not_run_more_often():
     def runs(model):
         ran = []
         model.register_forward_pre_hook(lambda *_: ran.append(1))
-        parameters = dict(model.named_parameters())
-        engine.inspect(model, parameters, lambda batch: loss_fn(model, batch), BATCH)
+        dpscale.scaled_sum(model, loss_fn, BATCH, RULE)
         return len(ran)
 
-    drops = nn.Sequential(*mlp(), nn.Dropout(0.5))
-    assert runs(mlp()) == runs(copy.deepcopy(drops).eval()) < 16 and runs(drops) > 32 + runs(mlp())
+    drops, draws = nn.Sequential(*mlp(), nn.Dropout(0.5)), Of(lambda self, x: x * random.random())
+    assert runs(mlp()) == runs(drops) < 16 and runs(draws) == runs(mlp()) + 2 * len(looking.SEEDS)
 
 
 # Parameters that the forward changes
@@ -241,20 +235,6 @@ def test_a_table_that_renormalizes_rows_is_refused_before_it_does(frozen):
         dpscale.scaled_sum(model, loss_fn, (torch.arange(12).view(4, 3) % 9, torch.zeros(4).long()), RULE)
 
 
-def test_the_copies_of_the_parameters_are_not_kept(monkeypatch):
-    made = []
-
-    class Watched(inspection.Undisturbed):
-        def __init__(self, model):
-            super().__init__(model)
-            made.append(weakref.ref(self))
-
-    monkeypatch.setattr(inspection, "Undisturbed", Watched)
-    dpscale.scaled_sum(mlp(), loss_fn, BATCH, RULE)
-    gc.collect()
-    assert len(made) == 1 and made[0]() is None
-
-
 def test_a_parameter_that_the_forward_makes_is_refused():
     def make(self, x):
         if self.q is None:
@@ -279,7 +259,7 @@ def test_a_buffer_that_the_forward_makes_of_the_samples_is_refused(registered):
     model = Of(make)
     if registered:
         model.register_buffer("q", None)
-    with pytest.raises(dpscale.UnsupportedModel, match="A buffer of the model is updated from the samples"):
+    with pytest.raises(dpscale.UnsupportedModel, match="The forward sets 'q' from what is in the samples"):
         dpscale.scaled_sum(model, loss_fn, BATCH, RULE)
     assert dict(model._buffers) == ({"q": None} if registered else {})
 
@@ -318,19 +298,19 @@ class Back(nn.Module):
     def __init__(self, how, of):
         super().__init__()
         self.first, self.second, self.how, self.of = nn.Linear(4, 5), nn.Linear(5, 3), how, of
+        held = {}
+        self.remember = lambda h: held.update(factor=of(h))
         if how == "module":
-            self.second.register_full_backward_hook(self.hook)
-
-    def hook(self, module, grad_input, grad_output):
-        return (grad_input[0] * self.factor,)
+            self.second.register_full_backward_hook(lambda _, grad_input, __: (grad_input[0] * held["factor"],))
 
     def forward(self, x):
         h = self.first(x)
-        self.__dict__["factor"] = self.of(h.detach())
+        if self.how == "module":
+            self.remember(h.detach())
         if self.how == "function":
             h = Scaled.apply(h, self.of)
         if self.how == "tensor" and h.requires_grad:
-            factor = self.factor
+            factor = self.of(h.detach())
             h.register_hook(lambda g: g * factor)
         return self.second(h)
 
@@ -342,25 +322,31 @@ WHERE = ["tensor", "module", "function"]
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("tokens", [False, True])
 def test_coupling_in_the_backward_alone_is_refused(where, tokens, how):
-    """With integers alone nothing can be made NaN: one sample is exchanged for another."""
     model = Back(where, lambda h: 1 / h.abs().mean())
     if tokens:
         model.first = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 5))
         x = torch.randint(0, 9, (60, 3), generator=seeded(0))
     dataset = torch.utils.data.TensorDataset(x, Y) if tokens else data()
     run = private(model)
-    with pytest.raises(dpscale.UnsupportedModel, match=r"coupled in the backward.*\(parameter.*hook"):
+    with pytest.raises(dpscale.UnsupportedModel, match=r"coupled in the backward.*hook"):
         for batch in run.batches(dataset):
             run.step(batch, loss_fn) if how == "step" else run.backward(loss_fn(model, batch))
     assert run.steps_taken == 0
 
 
-def test_what_comes_back_through_a_softmax_is_something():
-    """All of its outputs together have no gradient."""
-    model = nn.Sequential(*mlp(), nn.Softmax(1))
-    observer = Observer(inspection.Undisturbed(model), dict(model.named_parameters()), model)
-    grads = observer.record(X[:3]).grads
-    assert len(grads) == 2 and all(g.abs().max() > 1e-3 for g in grads.values())
+def test_a_hook_that_computes_with_all_gradients_gets_one_at_a_time():
+    """The gradient of one loss alone does not show it: there is no other in it."""
+
+    def normed(self, x):
+        h = x * self.ones
+        if h.requires_grad:
+            h.register_hook(lambda g: g / g.norm())
+        return h
+
+    model = Of(normed, ones=nn.Parameter(torch.ones(4)))
+    check_sample_by_sample(model, BATCH, RULE, loss=loss_fn, rtol=1e-5, why="is not its gradient at parameter 'ones'")
+    with pytest.raises(dpscale.UnsupportedModel, match=r"cannot be followed in a loop of your own.*private\.step"):
+        go_through(model, "backward")
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -443,17 +429,16 @@ every_switch = pytest.mark.parametrize(("make", "switch"), SWITCHES.values(), id
 
 
 def counted(model):
-    """The engine's step for a training loop, not compiled but traced, and what was traced."""
+    """The engine's sum for a training loop, not compiled but traced, and what was traced."""
     made = []
-    return Fast(model, lambda graph, inputs: made.append(graph) or graph), made
+    return Engine(model, compile=lambda graph, inputs: made.append(graph) or graph).scaled_sum, made
 
 
 @every_switch
-def test_a_switch_is_looked_at(make, switch, inspections):
+def test_a_switch_is_looked_at(make, switch):
     model = make()
-    for _ in range(3):
+    for _ in range(4):  # the next sum is none before which a look is due anyway
         dpscale.scaled_sum(model, loss_fn, BATCH, RULE)
-    assert len(inspections) == 1
     switch(model)
     with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
         dpscale.scaled_sum(model, loss_fn, BATCH, RULE)
@@ -463,7 +448,7 @@ def test_a_switch_is_looked_at(make, switch, inspections):
 def test_a_switch_is_looked_at_in_traced_steps(make, switch):
     model = make()
     fast, _ = counted(model)
-    for _ in range(2):
+    for _ in range(4):
         fast(loss_fn, BATCH, RULE, MASK)
     switch(model)
     with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
@@ -557,15 +542,14 @@ HOLDERS = {
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS.keys())
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_module_that_the_loss_function_holds_is_looked_at(hold, traced, monkeypatch, inspections):
+def test_a_module_that_the_loss_function_holds_is_looked_at(hold, traced, monkeypatch):
     model, held = mlp(), Called()
     monkeypatch.setitem(globals(), "criterion", held)
     monkeypatch.setattr(elsewhere, "criterion", held, raising=False)
     loss = hold(held)
     compute = counted(model)[0] if traced else functools.partial(dpscale.scaled_sum, model)
-    for _ in range(2):
+    for _ in range(4):
         compute(loss, BATCH, RULE, MASK)
-    assert len(inspections) == 1
     held.train()
     with pytest.raises(dpscale.UnsupportedModel, match="coupled at batch_norm"):
         compute(loss, BATCH, RULE, MASK)
@@ -609,33 +593,35 @@ def once(self, x):
 
 @pytest.mark.parametrize("count", [steps, once], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("how", ["eager", "traced", "backward"])
-def test_a_counter_needs_one_inspection(count, how, inspections):
-    model = Of(count, n=torch.tensor(0))
-    if how == "backward":
-        go_through(model, how, steps=20)
-    else:
-        fast, made = counted(model)
-        compute = fast if how == "traced" else functools.partial(dpscale.scaled_sum, model)
+def test_a_counter_is_no_reason_for_more_looks(count, how):
+    model, plain = Of(count, n=torch.tensor(0)), Of(lambda self, x: x)
+
+    def looked(model):
+        if how == "backward":
+            return go_through(model, how, steps=20)._engine._schedule.looks
+        made = []
+        engine = Engine(model, compile=how == "traced" and (lambda graph, _: made.append(graph) or graph))
         for _ in range(20):
-            compute(loss_fn, BATCH, RULE, MASK)
+            engine.scaled_sum(loss_fn, BATCH, RULE, MASK)
         assert len(made) == (how == "traced")
-    assert len(inspections) == 1
+        return engine._schedule.looks
+
+    assert looked(model) == looked(plain) < 10
     assert model.n == (1 if count is once else model.n) and model.n >= 1
 
 
-def test_counters_of_any_kind_need_only_so_many_inspections(inspections):
+def test_counters_of_any_kind_need_only_so_many_looks():
     def count(self, x):
         self.calls += 1
-        self.seen[self.calls] = self.calls
         return steps_anew(self, x)
 
-    model = Of(count, n=torch.tensor(0), calls=0, seen={})
+    model = Of(count, n=torch.tensor(0), calls=0)
     for _ in range(30):
         dpscale.scaled_sum(model, loss_fn, BATCH, RULE)
-    few = len(inspections)
+    few = looks(model)
     for _ in range(30):
         dpscale.scaled_sum(model, loss_fn, BATCH, RULE)
-    assert len(inspections) == few < 20
+    assert looks(model) == few < 20
 
 
 def test_a_dict_that_holds_itself_is_no_trouble():

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from dpscale.engine.channels import between, channels_last
-from dpscale.engine.compiled import Fast
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpscale
-from dpscale.engine import compiled, inductor
+from dpscale.engine import Engine
+from dpscale.engine.compile import inductor, step
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.rules import normalization
+from dpscale.engine.tape.channels import between, channels_last
 
 
 class Images(nn.Module):
@@ -36,9 +36,9 @@ def losses(model, batch):
 def traced_last(monkeypatch):
     """The graphs of steps that are traced from now on, as for CUDA, where torch's group norm takes rows in order."""
     graphs = []
-    trace = compiled.traced
+    trace = step.traced
     monkeypatch.setattr(
-        compiled, "traced", lambda step, inputs, _: graphs.append(trace(step, inputs, True)) or graphs[-1]
+        step, "traced", lambda whole, inputs, _: graphs.append(trace(whole, inputs, True)) or graphs[-1]
     )
     monkeypatch.setattr(normalization, "_native", torch.Tensor.is_contiguous)
     return graphs
@@ -56,7 +56,7 @@ def test_channels_last_changes_the_layout_alone(monkeypatch, flatten, last):
     batch = torch.randn(3, 2, 4, 4).double(), torch.tensor([0, 2, 1])
     rule, mask = dpscale.PSASC(C=1.0, s=0.5, r=0.1), torch.ones(3, dtype=torch.bool)
     graphs = traced_last(monkeypatch)
-    ours = Fast(model, lambda graph, _: graph)(losses, batch, rule, mask)
+    ours = Engine(model, compile=lambda graph, _: graph).scaled_sum(losses, batch, rule, mask)
     plain = dpscale.scaled_sum(model, losses, batch, rule, mask)
     for name, g in plain.grads.items():
         torch.testing.assert_close(ours.grads[name], g)
@@ -78,7 +78,7 @@ def test_no_image_is_laid_out_anew(monkeypatch, relu):
     batch = torch.randn(3, 2, 4, 6).double(), torch.tensor([0, 2, 1])
     rule, mask = dpscale.PSASC(C=1.0, s=0.5, r=0.1), torch.ones(3, dtype=torch.bool)
     graphs = traced_last(monkeypatch)
-    ours = Fast(model, lambda graph, _: graph)(losses, batch, rule, mask)
+    ours = Engine(model, compile=lambda graph, _: graph).scaled_sum(losses, batch, rule, mask)
     sums, norms, _ = reference_sum(model, losses, batch, rule, mask)
     for name, g in sums.items():
         torch.testing.assert_close(ours.grads[name], g)
@@ -100,8 +100,10 @@ def test_the_gradient_that_a_rule_sees_is_channels_last(monkeypatch):
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 3))
     batch = torch.randn(3, 2, 4, 4), torch.tensor([0, 2, 1])
     traced_last(monkeypatch)
-    Fast(model, lambda graph, _: graph)(losses, batch, dpscale.Clip(C=1.0), torch.ones(3, dtype=torch.bool))
-    assert seen[-2:] == [(64, 1, 16, 4)] * 2  # the first two are the inspection's
+    Engine(model, compile=lambda graph, _: graph).scaled_sum(
+        losses, batch, dpscale.Clip(C=1.0), torch.ones(3, dtype=torch.bool)
+    )
+    assert seen[-2:] == [(64, 1, 16, 4)] * 2  # the first ones are the look's
 
 
 def test_arguments_by_keyword_alone_are_left_as_they_are(monkeypatch):
@@ -119,7 +121,7 @@ def test_arguments_by_keyword_alone_are_left_as_they_are(monkeypatch):
     model, rule, mask = Net().double(), dpscale.Clip(C=1.0), torch.ones(3, dtype=torch.bool)
     batch = torch.randn(3, 2, 4, 4).double(), torch.tensor([0, 2, 1])
     graphs = traced_last(monkeypatch)
-    ours = Fast(model, lambda graph, _: graph)(losses, batch, rule, mask)
+    ours = Engine(model, compile=lambda graph, _: graph).scaled_sum(losses, batch, rule, mask)
     sums, norms, _ = reference_sum(model, losses, batch, rule, mask)
     for name, g in sums.items():
         torch.testing.assert_close(ours.grads[name], g)

@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import dpscale
 import dpscale.engine.engine as engine_module
-from dpscale import engine
 from dpscale.engine import Engine
 from dpscale.engine.compile.inductor import inductor
+from dpscale.engine.engine import engine_of
 from dpscale.engine.reference import per_sample_gradients
 from dpscale.scaling import Scaling
 
-from .cases import SCALINGS, loss_fn
+from .cases import SCALINGS, check_sample_by_sample, loss_fn
 from .families import (
     FAMILIES,
     Family,
@@ -77,7 +77,7 @@ compiler = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::Fut
 COMBINED = [(rule, "eager") for rule in SCALINGS] + [(SCALINGS[3], "traced")]
 """Every rule eagerly; traced, one: the rule is the last few operations of the graph, the same for all families."""
 
-SAMPLE = [(family, "float32", SCALINGS[3]) for family in ("rnn", "attention", "lora-linear", "fixed-batch-norm")]
+SAMPLE = [(family, "float32", SCALINGS[3]) for family in ("rnn", "attention", "fixed-batch-norm")]
 SAMPLE += [("spectral-norm", "float32", rule) for rule in SCALINGS]
 SAMPLE += [("spectral-norm", "bf16-autocast", SCALINGS[0])]
 """What every run of the suite compiles: families that differ in kind; one of them with each rule, and in 16 bits."""
@@ -169,7 +169,7 @@ def test_compiled_matrix(family, precision):
     for rule in SCALINGS:
         rules.choose(rule)
         check_matrix(family, precision, rule, "inductor", partial(run, rule=rules))
-    assert len(run.fast._known) == 2
+    assert len(run.engine._compiled._known) == 2
 
 
 @every_family
@@ -222,23 +222,23 @@ def test_a_given_first_state_may_depend_on_data_and_on_parameters(kind):
 def test_recurrent_weights_go_by_the_rule_of_linear(family):
     """Neither the generic rule, nor copies of the default state for each sample."""
     model, loss, batch, _ = prepared(family, "float64")
-    blueprint = inspection.inspect(model, dict(model.named_parameters()), lambda b: loss(model, b), batch)
-    used = {(s.kind, type(s.rule).__name__) for s in blueprint.sites if s.kind != "plain"}
-    assert used == {("rows", "Linear")}
+    dpscale.scaled_sum(model, loss, batch, SCALINGS[0])
+    sites = [site for calls in engine_of(model).sites._exact.values() for site in calls.values()]
+    assert {(s.role, type(s.rule).__name__) for s in sites if s.role != "plain"} == {("rows", "Linear")}
 
 
-def test_packed_sequences_are_refused():
+def test_packed_sequences_run_sample_by_sample():
     def run(self, x):
-        packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), 5), batch_first=True)
-        return nn.utils.rnn.pad_packed_sequence(self.net(packed)[0], batch_first=True)[0]
+        lengths = 3 + (x[:, 0, 0] > 0).long()
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.net(packed)[0], batch_first=True, total_length=5)[0]
 
     model = Of(run, net=nn.LSTM(3, 4, batch_first=True)).double()
-    with pytest.raises(dpscale.UnsupportedModel, match=r"lstm got a PackedSequence.*Pass the padded tensor"):
-        dpscale.scaled_sum(model, loss_fn, floats(5, 3)(4), SCALINGS[0])
+    check_sample_by_sample(model, floats(5, 3)(4), SCALINGS[0], why="")
 
 
 def test_the_fast_path_of_attention_in_eval_mode_is_never_taken(monkeypatch):
-    """It hides the weights in one operation of C++. Neither the capture nor any run of the inspection may go there."""
+    """It hides the weights in one operation of C++. Neither the tape nor any run of a look may go there."""
 
     def fast(*args):
         raise AssertionError("the fast path was taken")
@@ -253,15 +253,7 @@ def test_the_fast_path_of_attention_in_eval_mode_is_never_taken(monkeypatch):
         model(floats(5, 4)(4)[0])
 
 
-# What the inspection is remembered for
-
-
-@pytest.fixture
-def inspections(monkeypatch):
-    """Grows by one with each inspection."""
-    inspected, original = [], engine.inspect
-    monkeypatch.setattr(engine, "inspect", lambda *args: inspected.append(1) or original(*args))
-    return inspected
+# What a look is remembered for
 
 
 def check_norms(model, batch, loss=loss_fn):
@@ -269,29 +261,20 @@ def check_norms(model, batch, loss=loss_fn):
     norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
     out = dpscale.scaled_sum(model, loss, batch, SCALINGS[0])
     torch.testing.assert_close(out.norms, norms, rtol=1e-9, atol=1e-9 * norms.max().item())
+    assert not engine_of(model)._obstacles
 
 
-def test_each_length_is_inspected_once(inspections):
-    """The operations of a recurrent network depend on the length: what was found for one does not fit another."""
-    model = make(FAMILIES["lstm"])
-    for length in (5, 7, 5, 7, 5):
-        check_norms(model, floats(length, 3)(4))
-    assert len(inspections) == 2
-
-
-def test_other_batch_sizes_need_no_new_inspection(inspections):
-    model = make(FAMILIES["encoder"])
-    for samples in (4, 1, 9):
-        check_norms(model, floats(5, 4)(samples))
-    assert len(inspections) == 1
-
-
-def test_the_lengths_seen_last_are_remembered(inspections, monkeypatch):
-    monkeypatch.setattr(engine, "_REMEMBERED", 2)
-    model = make(FAMILIES["encoder"])
-    for length in (3, 4, 3, 5, 3):
-        dpscale.scaled_sum(model, loss_fn, floats(length, 4)(4), SCALINGS[0])
-    assert len(inspections) == 3
+@pytest.mark.parametrize("family, shape", [("lstm", 3), ("encoder", 4)])
+def test_other_lengths_and_batch_sizes_are_followed(family, shape):
+    """The operations of a recurrent network depend on the length. A batch size is no reason for a look."""
+    model = make(FAMILIES[family])
+    schedule = engine_of(model)._schedule
+    for length in (5, 7, 5, 3):
+        check_norms(model, floats(length, shape)(4))
+    looks, sums = schedule.looks, schedule._sums
+    for samples in (1, 9):
+        check_norms(model, floats(5, shape)(samples))
+    assert sums == 4 and looks == 3 and schedule.looks == looks  # three lengths
 
 
 @pytest.mark.parametrize("lengths", [(4, 8), (8, 4), (1, 8)])
@@ -309,7 +292,7 @@ def test_a_forward_that_puts_long_sequences_time_first(lengths):
 
 
 def test_coupling_of_tokens_that_begins_with_larger_batches():
-    """Integers cannot be made NaN: one sample of the whole batch is exchanged for another."""
+    """Three rows do not show it: the whole batch is looked at too."""
 
     def run(self, x):
         h = self.table(x)
@@ -500,8 +483,8 @@ def test_operations_without_a_rule_are_replayed_under_the_autocast_they_ran_unde
         torch.testing.assert_close(out.grads[name], g.sum(0), rtol=2e-2, atol=2e-2)
 
 
-def test_autocast_around_the_call_finds_no_casts_of_the_inspection():
-    """Autocast remembers the weights it has cast; those of the inspection must not be there after an update."""
+def test_autocast_around_the_call_finds_no_casts_of_a_look():
+    """Autocast remembers the weights it has cast; those of a look must not be there after an update."""
     model, (x,) = nn.Linear(4, 2, bias=False), floats(4)(4)
     with torch.autocast("cpu", torch.bfloat16):
         dpscale.scaled_sum(model, loss_fn, (x.float(),), SCALINGS[0])

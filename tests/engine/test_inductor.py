@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpscale.engine.kernels  # noqa: F401  (registers the operations)
-from dpscale.engine import inductor
+from dpscale.engine.compile import inductor
 
 aten = torch.ops.aten
 

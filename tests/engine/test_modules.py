@@ -5,10 +5,9 @@ import weakref
 
 import pytest
 import torch
-from dpscale.engine.taint import COUNTERS
 from torch import nn
 
-from dpscale.engine.modules import structure
+from dpscale.engine.modules import COUNTERS, structure
 
 
 class Shared(nn.Module):

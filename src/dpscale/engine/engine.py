@@ -37,7 +37,7 @@ from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.evaluate import evaluate, exactly
 from dpscale.engine.identity import identity
 from dpscale.engine.modules import structure
-from dpscale.engine.phases import phase
+from dpscale.engine.phases import cold_start, phase
 from dpscale.engine.recorder import Recorder
 from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules.forms import Dense
@@ -65,6 +65,7 @@ class Engine:
         self._model = weakref.ref(model)
         self._sites = Sites()
         self._schedule = Schedule()
+        self._looked: set[Any] = set()  # kinds that were
         self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
         backend = inductor if compile is True else compile
         self._compiled = CompiledSum(model, backend) if backend else None
@@ -113,20 +114,21 @@ class Engine:
             return check_losses(loss_fn(model, data), batch_size(data)[0])
 
         subject = Subject(model, parameters, run, loss_fn)
-        kind = self.trust(subject, batch, mask, identity(loss_fn, numbers=False), rows, singles)
-        for again in (True, False):
-            if kind in self._obstacles:
-                break
-            try:
-                if self._compiled is not None and change is None:
-                    out = self._compiled(loss_fn, run, batch, rule, mask, points, self._sites, keep=keep)
-                    if out is not None:
-                        return out
-                counting = points and [(c, w) for c, w in points if c != 0]
-                return self._taped(parameters, run, batch, rule, mask, counting, change)
-            except UnknownOperation:
-                if again:
-                    self.look(subject, batch, mask, kind, rows)
+        with cold_start():
+            kind = self.trust(subject, batch, mask, identity(loss_fn, numbers=False), rows, singles)
+            for again in (True, False):
+                if kind in self._obstacles:
+                    break
+                try:
+                    if self._compiled is not None and change is None:
+                        out = self._compiled(loss_fn, run, batch, rule, mask, points, self._sites, keep=keep)
+                        if out is not None:
+                            return out
+                    counting = points and [(c, w) for c, w in points if c != 0]
+                    return self._taped(parameters, run, batch, rule, mask, counting, change)
+                except UnknownOperation:
+                    if again:
+                        self.look(subject, batch, mask, kind, rows)
         return sum_by_sample(model, parameters, run, batch, rule, mask, points, change)
 
     def trust(
@@ -164,11 +166,15 @@ class Engine:
         seed = 1_000_003 * number
         try:
             with nullcontext() if number else phase("checking"):  # later looks are short
-                whole = not self._schedule.only_shapes
-                finding = Look(subject, batch, rows, kept, singles=singles, whole=whole, seed=seed)()
+                look = Look(
+                    subject, batch, rows, kept, singles=singles, again=kind in self._looked,
+                    whole=not self._schedule.only_shapes, seed=seed,
+                )  # fmt: skip
+                finding = look()
         except UnsupportedModel:
             self._schedule.forget()
             raise
+        self._looked.add(kind)
         for op, site in finding.sites:
             self._sites.add(op, site)
         self._note_obstacle(kind, finding)

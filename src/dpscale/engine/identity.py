@@ -1,7 +1,7 @@
 """What tells one loss function from another: what it does, as far as that can be seen, and not where it lies.
 
 ``lambda model, batch: ...`` in a training loop is another function at every step and does the same at every step; to
-inspect, or compile, the model anew for each would take longer than to train. A function that reads a number which has
+check, or compile, the model anew for each would take longer than to train. A function that reads a number which has
 changed since does something else, though it is the same function: a compiled step has that number in it.
 """
 
@@ -156,7 +156,7 @@ Variable = tuple[str, Callable[[], Any], Callable[[Any], None]]
 
 
 def variables_of(function: Any) -> list[Variable]:
-    """What a function holds in its closure and defaults, reads from its module, or is bound to."""
+    """What a function holds in its closure and defaults, reads from its module and others, or is bound to."""
     if isinstance(function, functools.partial):
         given = {**{str(k): v for k, v in enumerate(function.args)}, **function.keywords}
         return [*(_constant(n, v) for n, v in given.items()), *variables_of(function.func)]
@@ -171,10 +171,15 @@ def variables_of(function: Any) -> list[Variable]:
             found.append((name, partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents")))
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     found += [_constant(f"default {k}", value) for k, value in enumerate(defaults)]
-    globals_ = function.__globals__
-    for name in _names(function.__code__)[0]:
-        if name in globals_:
-            found.append((name, partial(globals_.__getitem__, name), partial(globals_.__setitem__, name)))
+    names, attributes = _names(function.__code__)
+    places = [function.__globals__]
+    for values in places:  # grows by the modules that it reads from
+        for name in names if values is function.__globals__ else attributes:
+            if isinstance(values.get(name), ModuleType):
+                if all(vars(values[name]) is not known for known in places):
+                    places.append(vars(values[name]))
+            elif name in values:
+                found.append((name, partial(values.__getitem__, name), partial(values.__setitem__, name)))
     return found
 
 

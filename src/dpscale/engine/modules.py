@@ -6,6 +6,7 @@ what it depends on, and only that is looked over again.
 """
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpscale.engine.compat import FakeTensor, keystr, tree_flatten_with_path, version
+from dpscale.engine.compat import FakeTensor, keystr, registered, tree_flatten_with_path, version
 
 _NUMBERS = (int, float, complex)
 PLAIN = (*_NUMBERS, str, bytes, type(None))
@@ -29,6 +30,9 @@ _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 
 COUNTERS: Any = WeakTensorKeyDictionary()
 """Buffers of one whole number or truth that a forward was seen to change by itself, of any model."""
+
+COUNTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Attributes, whole numbers, that a forward was seen to change by itself, by their module."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +92,14 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         places = [
-            (vars(module), name)
+            (vars(module), name, weakref.ref(module))
             for module in model.modules()
             for name, value in vars(module).items()
             if name not in _OWN and _told(value) is not type(value)
         ]
-        self._places = sorted(places, key=lambda place: not _plain(place[0][place[1]]))
+        places.sort(key=lambda place: not _plain(place[0][place[1]]))
+        self._places = [(attributes, name) for attributes, name, _ in places]
+        self._modules = [module for *_, module in places]
         found = [attributes[name] for attributes, name in self._places]
         self._copies = [copy.deepcopy(value) for value in found if _plain(value)]  # of the first of these places
         self._told = [_told(value) for value in found]
@@ -113,11 +119,20 @@ class Attributes:
         return tuple(self._told)
 
     def kinds(self) -> tuple[Any, ...]:
-        """What a branch is most likely to ask of them; ``values`` are those that were seen then."""
+        """What a branch is most likely to ask of them; ``values`` are those that were seen then.
+
+        Of one that the forward counts by itself, what it was at first: a look goes ahead of it.
+        """
         values = self.now()
         if values != self.values:
-            self.values, self._kinds = values, tuple(map(kind, values))
+            now = zip(self._modules, self._places, values, self._kinds, strict=True)
+            self._kinds = tuple([old if _counted(module(), name) else kind(v) for module, (_, name), v, old in now])
+            self.values = values
         return self._kinds
+
+
+def _counted(module: nn.Module | None, name: str) -> bool:
+    return module is not None and name in COUNTED.get(module, ())
 
 
 def is_integer_scalar(b: Tensor) -> bool:
@@ -135,7 +150,7 @@ class Flags:
 
     def kinds(self) -> tuple[Any, ...]:
         """What a branch is most likely to ask of them; of one that the forward counts by itself, what it was at first,
-        for the inspection has looked ahead."""
+        for a look goes ahead of it."""
         for k, b in enumerate(self._buffers):
             mark = version(b) if b.is_cuda else b.item()  # to read from a GPU is to wait for it
             if mark != self._marks[k]:
@@ -157,12 +172,13 @@ def _state(model: nn.Module) -> list[Any]:
             continue
         seen[id(module)] = len(seen)
         state += (type(module), module.training, len(vars(module)))
-        for name, p in module._parameters.items():
+        parameters, buffers, modules = registered(module)
+        for name, p in parameters.items():
             state += (name, id(p), p is not None and p.requires_grad)
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers.items():
             state += (name, id(buffer))
-        state += module._modules.keys()  # a scripted module's are no dictionary
-        waiting += module._modules.values()
+        state += modules.keys()  # a scripted module's are no dictionary
+        waiting += modules.values()
     return state
 
 

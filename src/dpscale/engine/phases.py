@@ -1,6 +1,7 @@
 """What has to be done before a step can train: told to whoever listens, and to the log in one line.
 
-A model is inspected once for each shape of its samples; a compiled step is also traced, compiled, and on CUDA recorded.
+A model is looked at before its first sum, and for each new shape of its samples; a compiled step is also
+traced, compiled, and on CUDA recorded.
 That takes from a moment to minutes.
 """
 

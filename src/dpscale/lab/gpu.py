@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dpscale.engine.compiled import formula_of
+from dpscale.engine.compile.step import formula_of
 from dpscale.engine.phases import phase
 from dpscale.lab import models, runner
 from dpscale.lab.presets import METHODS, Config

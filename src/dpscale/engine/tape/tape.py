@@ -162,6 +162,7 @@ class ParameterOps(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.keys: dict[int, str] = {}
+        self._entered: list[Callable[..., Any]] = []
 
     def __enter__(self) -> Self:
         Watched.count += 1
@@ -186,11 +187,24 @@ class ParameterOps(TorchFunctionMode):
             raise UnsupportedModel(SECOND)
         if not any(id(t) in self.keys for t in tensors_in(args, kwargs)) or asks(func, args):
             return self.pass_by(func, args, kwargs)
+        inside = self.enter(func, args)
+        return self.meet(func, args, kwargs) if inside is None else inside(*args, **kwargs)
+
+    def enter(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """As `enter`, watched; but not one that hands itself over a second time."""
         inside = None if packed(func, args) else enter(func)
-        if inside is not None:
-            with self:
-                return inside(*args, **kwargs)
-        return self.meet(func, args, kwargs)
+        if inside is None or func in self._entered:
+            return None
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._entered.append(func)
+            try:
+                with self:
+                    return inside(*args, **kwargs)
+            finally:
+                self._entered.pop()
+
+        return watched
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation that consumes no parameter."""
@@ -230,6 +244,7 @@ class Tape(ParameterOps):
         self._sites, self._attached, self._lenient = sites, attached, lenient
         self._anchor = torch.zeros((), requires_grad=True)
         self._calls: Counter[Any] = Counter()
+        self._made: Counter[str] = Counter()
 
     @property
     def edges(self) -> list[GradientEdge]:
@@ -320,9 +335,11 @@ class Tape(ParameterOps):
     ) -> str:  # fmt: skip
         """Record a function of parameters; with ``met``, later operations on it are met as on a parameter."""
         key = ""
+        name = f"{getattr(op.function, '__name__', '?')}({', '.join(op.names)})"
+        self._made[name] += 1  # not the ordinal: ``w[0]`` and ``w[..., 1]``, ``w.t()`` and ``torch.t(w)`` share a name
         for k, t in enumerate(tree_flatten(out)[0]):
             if isinstance(t, Tensor) and t.requires_grad:
-                key = f"{getattr(op.function, '__name__', '?')}({', '.join(op.names)})#{op.ordinal}.{k}"
+                key = f"{name}#{self._made[name] - 1}.{k}"
                 self.derived[key] = Derived(t, func, args, kwargs, keys, k, version(t))
                 if met:
                     self.keys[id(t)] = key

@@ -29,12 +29,25 @@ from dpscale.engine.phases import still_at
 from dpscale.engine.rules import RULE_OF, Call
 from dpscale.engine.tape.tape import OpName, Site, Sites, Tape, shapes_of
 from dpscale.engine.verify.credit import insides, reaches_others
-from dpscale.engine.verify.probe import Growth, Numbered, Probe, ProbedCall, own_randomness
+from dpscale.engine.verify.probe import Growth, Numbered, Probe, ProbedCall, host_states, own_randomness
 from dpscale.engine.verify.rows import Features, companies, count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
 
 ROWS, MORE = 3, 4
 """Rows that are looked at; one of them once more shows which dimensions grow with the batch."""
+
+SEEDS = 8951, 18170, 2181, 3449, 31952, 5043, 8564, 5347, 10484, 4128, 12521, 49936, 23188, 8426, 1536, 35292
+"""For forwards that draw: the first number that torch, random and numpy draw is near 1/32 with the first of these, near
+3/32 with the second, and so on, so that what a branch may do with 6% of all draws is seen."""
+
+LATER = 4
+"""Other draws, and counts of steps, at which a model is looked at that was looked at before."""
+
+_EACH_TIME = (
+    "The forward gives something else each time, on the very same batch: it computes with what it changes itself (a "
+    "counter, a cache?), so that nothing can be told about its samples. Change that outside of the forward, as a "
+    "buffer, or hand it over with the batch."
+)
 
 _MIDDLE, _MIXED = [0.0, 1.0, 0.0], [1.0, -0.75, 0.5]
 """Weights of the rows in two mixtures of their losses."""
@@ -85,19 +98,21 @@ class Look:
         rows: features of its rows, if known.
         kept: the rows to look at, `ROWS` of them.
         singles: rows of the batch that were collated alone, by their place.
-        whole: look at the whole batch in other company too, for what begins with larger batches.
+        again: whether such a model was looked at before, at all `SEEDS` if it draws.
         seed: for the runs, and for the choice of company. Apart from anything private.
     """
 
     def __init__(
         self, subject: Subject, batch: Any, rows: Features | None, kept: Sequence[int], *,
-        singles: Mapping[int, Any] | None = None, whole: bool = True, seed: int = 0,
+        singles: Mapping[int, Any] | None = None, again: bool = False, whole: bool = True, seed: int = 0,
     ) -> None:  # fmt: skip
         self._subject, self._batch, self._features = subject, batch, rows
-        self._kept, self._singles, self._whole, self._seed = list(kept), singles or {}, whole, seed
+        self._kept, self._singles, self._again, self._seed = list(kept), singles or {}, again, seed
+        self._ahead, self._draws, self._whole = 0, False, whole
         self._rng = np.random.default_rng(seed)
         self._rows = take(batch, self._kept)
         self._moved: tuple[Any, Any, int] | None = None
+        self._samples = count_of(batch)
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self) -> Finding:
@@ -127,6 +142,8 @@ class Look:
         self._collated()
         if self._whole:
             self._whole_batch()
+        self._require_no_count(losses)
+        self._at_other_draws(base)
         try:
             if not isinstance(base, Probe) or base.lost or any(o is None or o[0].lost for o in others):
                 raise _Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
@@ -147,7 +164,12 @@ class Look:
         """The losses of a batch, with all randomness its own."""
         still_at("checking that samples are kept apart")
         with own_randomness(self._seed), torch.enable_grad(), mode:
-            return self._subject.run(data)
+            if self._ahead:
+                self._surroundings.count_ahead(self._ahead)
+            before = host_states()
+            losses = self._subject.run(data)
+            self._draws |= host_states() != before
+            return losses
 
     def _growth(self) -> Growth:
         """Which tensors have a row for each sample."""
@@ -275,6 +297,37 @@ class Look:
             self._unmoved(base, mode, self._batch, data, ours, losses, i)
         self._surroundings.compare(left, theirs)
 
+    def _require_no_count(self, losses: Tensor) -> None:
+        """A number that the forward itself changes must not be computed with: a compiled step would have it in it."""
+        if not self._surroundings.count_ahead(0, buffers=False):
+            return
+        with own_randomness(self._seed), torch.enable_grad(), Numbered(self._seed):
+            self._surroundings.count_ahead(1, buffers=False)
+            later = self._subject.run(self._rows)
+        self._surroundings.restore()
+        if not _same(losses, later):
+            raise UnsupportedModel(_EACH_TIME)
+
+    def _at_other_draws(self, base: Numbered) -> None:
+        """The same with other random numbers, and as many steps later as the forward itself may count."""
+        counts = self._surroundings.count_ahead(0)
+        if not (base.draws_freely or self._draws or counts):
+            return
+        seed = self._seed
+        seeds = [seed + 7919 * (k + 1) for k in range(LATER)] if self._again else SEEDS
+        for k, self._seed in enumerate(seeds):
+            self._ahead = 2**k if counts else 0
+            i = k % ROWS
+            ours = self._run(Numbered(self._seed), self._rows)
+            left = self._left_behind()
+            data = replaced(self._rows, take(self._batch, self._rng.permutation(self._samples)[:ROWS].tolist()), [i])
+            losses = self._run(Numbered(self._seed), data)
+            theirs = self._left_behind()
+            if not _same(ours[i], losses[i]):
+                self._refuse(self._rows, data, i)
+            self._surroundings.compare(left, theirs)
+        self._seed, self._ahead = seed, 0
+
     def _refuse(self, ours: Any, theirs: Any, i: int) -> None:
         """Say where samples meet; unless the forward is another each time, on the very same rows."""
         again = []
@@ -285,11 +338,7 @@ class Look:
             apart = (again[0][i] - again[1][i]).abs()
             if again[0].device.type != "cpu" and bool(apart <= 1e-3 * again[0][i].abs().clamp(min=1)):
                 return  # kernels that add up in another order each time
-            raise UnsupportedModel(
-                "The forward gives something else each time, on the very same batch: it computes with what it changes "
-                "itself (a counter, a cache?), so that nothing can be told about its samples. Change that outside of "
-                "the forward, as a buffer, or hand it over with the batch."
-            )
+            raise UnsupportedModel(_EACH_TIME)
         raise UnsupportedModel(
             f"Samples are coupled at {self._where(ours, theirs, i)}: what one sample holds reaches another. A "
             "per-sample gradient, and so a bound on one sample's influence, does not exist then. The usual causes are "
@@ -472,7 +521,7 @@ def _site(
     """What the evidence says about one operation."""
     if call.role == "shared":
         try:
-            constant = all(all(map(_same, call.constants, other.constants)) for other in others)
+            constant = all(all(map(_same, _read(call), _read(other))) for other in others)
         except RuntimeError as error:  # tensors of torch.vmap, which are gone with it
             raise _Obstacle(f"{call.name} runs inside of torch.vmap") from error
         if not constant:
@@ -498,12 +547,24 @@ def _site(
         trial = Call(call.op.function, arguments, ROWS, next(iter(layouts.values())), {}, wanted)
         if wanted <= set(rule.trainable) and rule.accepts(trial):
             return Site("rows", rule, layouts)
+    if call.draws:
+        raise _Obstacle(f"{call.name} draws random numbers inside")
     tensors = [k for k, t in enumerate(call.inputs) if isinstance(t, Tensor)]
     for k in sorted(call.growing):
         changed = [_changed_or_obstacle(call, call.inputs[k], other.inputs[k]) for other in others]
         shapes = growth.of_input(call.index, tensors.index(k))
         layouts[str(k)] = _layout(call, *shapes, changed, [None] * ROWS, False)
     return Site("rows", None, layouts)
+
+
+_LIKE = {"view_as", "reshape_as", "expand_as", "type_as"}
+_OVERWRITE = {"__setitem__", "copy_"}
+
+
+def _read(call: ProbedCall) -> Sequence[Tensor]:
+    """The constants whose values an operation reads: others may be memory that was never written."""
+    name = getattr(call.op.function, "__name__", "")
+    return call.constants[len(call.constants) if name in _LIKE else name in _OVERWRITE :]
 
 
 def _layout(

@@ -18,8 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpscale.engine.compat import tree_flatten, tree_leaves
 from dpscale.engine.tape.calls import as_now, result, tensors_in
-from dpscale.engine.tape.composites import packed
-from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, constants_in, enter
+from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, constants_in
 
 Shapes = tuple[torch.Size, ...]
 
@@ -55,13 +54,14 @@ class Numbered(ParameterOps):
     def _number(self, seed: int, dropout: bool = True, draws: Any = None, keep: bool = False) -> None:
         self.ran: list[RanOp] = []
         self.draws: dict[int, Tensor] = {}
+        self.draws_freely = False  # whether anything but dropout drew: a branch may ask for it
         self.unmatched = False  # whether random numbers could not be given to the row that they were drawn for
         self.outputs: list[list[Tensor]] = []
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
-        self._entered: list[Callable[..., Any]] = []
         self._drew = 0
         self._start = _elsewhere()
-        self._seed, self._dropout, self._given, self._keep = seed, dropout, draws, keep
+        self._given: tuple[Mapping[int, Tensor], int, int] | None = draws
+        self._seed, self._dropout, self._keep = seed, dropout, keep
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,29 +69,29 @@ class Numbered(ParameterOps):
         kwargs = kwargs or {}
         if asks(func, args):
             return func(*args, **kwargs)
-        inside = None if packed(func, args) else enter(func)
-        if inside is not None and func not in self._entered:  # some hand themselves over a second time
-            self._entered.append(func)
-            try:
-                with self:
-                    return inside(*args, **kwargs)
-            finally:
-                self._entered.pop()
+        inside = self.enter(func, args)
+        if inside is not None:
+            return inside(*args, **kwargs)
         if getattr(func, "__name__", "") == "scaled_dot_product_attention":  # whose dropout's mask cannot be seen
             args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs, "dropout_p": 0.0}
             if len(args) > 4:
                 del kwargs["dropout_p"]
         index = len(self.ran)
         inputs = _shapes((args, kwargs))
+        args, kwargs, hidden = _without_hidden_dropout(func, args, kwargs)
         self.ran.append(RanOp(func, inputs, ()))
         _seed(self._seed + self._drew)
         before = _states()
         met = any(id(t) in self.keys for t in tensors_in(args, kwargs))
         out = (self.meet if met else self.pass_by)(func, args, kwargs)
         made = result(func, args, out)
-        if _states() != before:
+        drew = _states() != before
+        if met and (hidden or drew):
+            self.drawn_inside()
+        if drew:
             made = out = self._drawn(made, out)
             self._drew += 1
+            self.draws_freely |= getattr(func, "__name__", "") not in _DROPOUT
         self.ran[index] = RanOp(func, inputs, _shapes(made))
         self._note_precision(made)
         if self._keep:
@@ -127,6 +127,9 @@ class Numbered(ParameterOps):
         if name in _DROPOUT:
             return self._dropped(name, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def drawn_inside(self) -> None:
+        """An operation that consumes parameters draws: run again, it would draw something else."""
 
     def _dropped(self, name: str, input: Tensor, p: float = 0.5, train: bool = True, **kwargs: Any) -> Tensor:
         p, train = kwargs.get("p", p), kwargs.get("training", train)
@@ -170,6 +173,17 @@ class Numbered(ParameterOps):
         return other.narrow(d, row * drawn.shape[d], drawn.shape[d])
 
 
+def _without_hidden_dropout(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """A call without the dropout of attention, whose mask cannot be seen; and whether there was any."""
+    if getattr(func, "__name__", "") != "scaled_dot_product_attention":
+        return args, kwargs, False
+    p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    return args, {k: v for k, v in kwargs.items() if k != "dropout_p"}, p > 0
+
+
 class Probe(Numbered, Tape):
     """A numbered forward that is taped, with plain autograd's gradients beside the tape's.
 
@@ -206,6 +220,11 @@ class Probe(Numbered, Tape):
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it."""
         return Numbered.pass_by(self, func, args, kwargs)
+
+    def drawn_inside(self) -> None:
+        """Note it."""
+        if self.calls:
+            self.calls[-1].draws = True
 
     def find(self, op: OpName, standing: list[Any], keys: dict[int, str]) -> Site:
         """By what grows with the batch, or as another probe had it."""
@@ -260,6 +279,7 @@ class ProbedCall:
     edges: Mapping[int, GradientEdge] = field(default_factory=dict)
     again: Callable[..., Any] | None = None
     taped: TapedOp | None = None
+    draws: bool = False
 
     @property
     def name(self) -> str:
@@ -332,6 +352,12 @@ def own_randomness(seed: int) -> Iterator[None]:
 def random_states() -> list[Any]:
     """Of all generators that are nobody's own."""
     return [random.getstate(), np.random.get_state(), *(generator.get_state() for generator in _generators())]
+
+
+def host_states() -> tuple[Any, ...]:
+    """Of Python's generator and numpy's, such that two can be compared."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
 
 def set_random_states(states: list[Any]) -> None:

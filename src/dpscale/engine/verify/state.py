@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpscale.engine.compat import version
+from dpscale.engine.compat import registered, version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import variables_of
-from dpscale.engine.modules import COUNTERS, PLAIN, is_integer_scalar
+from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
 
 _ENTRIES = 256  # of one container that are looked at
 _DEPTH = 5
@@ -37,6 +37,13 @@ class Surroundings:
         self._model = model
         self._variables = variables_of(loss_fn)
         self._values = [get() for _, get, _ in self._variables]
+        self._counts = [
+            (module, name, value)
+            for module in model.modules()
+            for name, value in {**vars(type(module)), **vars(module)}.items()  # of the class: where a count begins
+            if type(value) is int
+        ]
+        self._parameters = {id(p): p for p in model.parameters()}
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[str, Tensor, Tensor, int]] = []
         for path, value in self._walk():
@@ -61,11 +68,15 @@ class Surroundings:
         return found
 
     def restore(self, *, thorough: bool = False) -> list[str]:
-        """Put everything back; the names of parameters that had been changed.
+        """Put everything back; the names of parameters that had been changed, or exchanged for others.
 
         Args:
             thorough: compare large parameters by value too, not only by how often they were written.
         """
+        for module, name, count in self._counts:
+            if type(vars(module).get(name)) is int and vars(module)[name] != count:
+                COUNTED.setdefault(module, set()).add(name)
+        changed = [name for name, p in self._model.named_parameters() if id(p) not in self._parameters]
         for (_, get, put), value in zip(self._variables, self._values, strict=True):
             if get() is not value:
                 put(value)
@@ -80,7 +91,6 @@ class Surroundings:
             elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
                 container.clear()
                 container.extend(content)
-        changed = []
         for path, t, value, then in self._tensors:
             if version(t) == then and t.numel() > _LARGE and t.shape == value.shape and not thorough:
                 continue
@@ -105,6 +115,16 @@ class Surroundings:
                 "noise. Build the layer without it, or change the parameter outside of the forward, from public data "
                 "or from parameters alone."
             )
+
+    def count_ahead(self, steps: int, buffers: bool = True) -> bool:
+        """Move the counters of the forward by so many steps, those that are buffers too; whether there are any."""
+        counters = [b for b in self._model.buffers() if b in COUNTERS] if buffers else []
+        for b in counters:
+            b.data.copy_(b + steps)
+        counted = [(vars(m), name, count) for m, name, count in self._counts if name in COUNTED.get(m, ())]
+        for attributes, name, count in counted:
+            attributes[name] = count + steps
+        return bool(counters or counted)
 
     def compare(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Refuse what two runs on different rows left behind differently; note what counts by itself."""
@@ -143,9 +163,9 @@ class Surroundings:
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         attributes = vars(value)
-        for group in ("_parameters", "_buffers", "_modules"):
-            yield f".[{group}]", attributes.get(group, {})
-            yield from ((f".{name}", each) for name, each in list(attributes.get(group, {}).items()))
+        for group, held in zip(("parameters", "buffers", "modules"), registered(value), strict=True):
+            yield f".[{group}]", held
+            yield from ((f".{name}", each) for name, each in list(held.items()))
         yield ".[attributes]", attributes
         yield from (
             (f".{name}", each)

@@ -8,8 +8,9 @@ from types import FunctionType, ModuleType
 
 import pytest
 import torch
-from dpscale.engine.functions import identity
 from torch import nn
+
+from dpscale.engine.identity import identity
 
 scale = 1.0
 
