@@ -221,7 +221,7 @@ def test_compare_says_one_plain_line_per_run_without_a_terminal(tmp_path):
 def test_train_says_in_plain_lines_how_far_it_is_without_a_terminal(tmp_path):
     arguments = ("train", "digits", "--epochs", "24", "--batch", "512", "--lr", "0.1")
     result = run(*arguments, "--method", "dp-psasc", "--out", str(tmp_path))
-    assert result.stderr.startswith("inspecting …\n") and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stderr)
+    assert result.stderr.startswith("checking …\n") and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stderr)
     assert "training loss" not in result.stdout
     form = re.compile(r"\[epoch (\d+)/24\] DP-PSASC: training loss \d+\.\d{3}, epsilon (\d\.\d\d)")
     told = [form.fullmatch(line) for line in result.stderr.splitlines() if not line.endswith(" …")]

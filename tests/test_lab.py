@@ -322,7 +322,7 @@ def test_a_run_repeats_exactly_and_spends_what_it_says():
     assert one.curves == other.curves and one.accuracy == one.curves["accuracy"][-1]
     assert one.epsilon == pytest.approx(TINY.epsilon, rel=1e-3) and one.epsilon <= TINY.epsilon
     before, (first, last) = [p for p in seen if p.epoch == 0], [p for p in seen if p.epoch > 0]
-    assert [p.phase for p in (before[0], before[-1])] == ["inspecting", None] and {p.step for p in before} == {0}
+    assert [p.phase for p in (before[0], before[-1])] == ["checking", None] and {p.step for p in before} == {0}
     assert (first.epoch, last.epoch) == (1, 2) and last.step == last.steps == one.plan["steps"]
     assert first.epsilon() < last.epsilon() == pytest.approx(one.epsilon)
     assert one.cold_seconds > 0 and one.seconds > 0
