@@ -15,6 +15,7 @@ from dpscale.checks import out_of_memory
 from dpscale.engine import ScaledSum
 from dpscale.engine.arguments import has_rows, over_rows, see_into
 from dpscale.engine.compat import register_tree_node, tree_leaves
+from dpscale.engine.verify.rows import Features, features
 from dpscale.sampling import Draw, Indices
 
 
@@ -28,6 +29,7 @@ class Batch:
         data: what the dataset and its ``collate_fn`` gave, a row for every sample drawn.
         draw: its number, the indices of its samples, and a mask of its rows.
         singles: some of its rows as ``collate_fn`` gives them for one sample alone, by their place.
+        rows: numbers that tell its rows apart, from before they were moved or changed.
 
     Example:
         >>> import numpy as np, torch
@@ -38,13 +40,17 @@ class Batch:
         (torch.Size([2, 3]), torch.float64)
     """
 
-    def __init__(self, data: Any, draw: Draw, singles: Mapping[int, Any] | None = None) -> None:
+    def __init__(
+        self, data: Any, draw: Draw, singles: Mapping[int, Any] | None = None, rows: Features | None = None
+    ) -> None:
         self.data, self.draw, self.singles = data, draw, singles or {}
         see_into(data)
+        self.rows = rows if rows is not None else features(data) if rows_of(data) == len(draw.mask) else None
 
     def map(self, change: Callable[[Any], Any]) -> "Batch":
         """The batch with ``change(data)`` for its data. Every row must stay, in its place."""
-        return Batch(change(self.data), self.draw, {place: change(single) for place, single in self.singles.items()})
+        singles = {place: change(single) for place, single in self.singles.items()}
+        return Batch(change(self.data), self.draw, singles, self.rows)
 
     def to(self, *args: Any, **kwargs: Any) -> "Batch":
         """The batch with every tensor moved or converted, as `torch.Tensor.to` does it."""
@@ -53,6 +59,10 @@ class Batch:
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory."""
         return self.map(lambda data: over_rows(data, lambda t: t.pin_memory() if hasattr(t, "pin_memory") else t))
+
+    def rows_in(self, part: slice) -> Features | None:
+        """Of some of its rows."""
+        return None if self.rows is None else self.rows[part]
 
     def __len__(self) -> int:
         return len(self.data)
@@ -70,7 +80,7 @@ class Batch:
         self.data[key] = value
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("data", "draw", "singles") or name.startswith(
+        if name in ("data", "draw", "singles", "rows") or name.startswith(
             "__"
         ):  # not there yet, or looked for by copy and pickle
             raise AttributeError(name)
@@ -90,14 +100,14 @@ class Batch:
         return func(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
 
 
-def _rebuilt(draw: Draw, data: Any, singles: Mapping[int, Any]) -> Batch:
-    return Batch(data, draw, singles)
+def _rebuilt(draw: Draw, rows: Features | None, data: Any, singles: Mapping[int, Any]) -> Batch:
+    return Batch(data, draw, singles, rows)
 
 
 register_tree_node(
     Batch,
-    lambda batch: ([batch.data, batch.singles], batch.draw),
-    lambda parts, draw: _rebuilt(draw, *parts),
+    lambda batch: ([batch.data, batch.singles], (batch.draw, batch.rows)),
+    lambda parts, context: _rebuilt(*context, *parts),
     serialized_type_name="dpscale.Batch",
 )
 
@@ -182,12 +192,13 @@ def chosen_rows(tensors: Sequence[Tensor], draws: Iterable[Indices]) -> Iterator
 
 def fetched(
     dataset: Dataset[Any], loader: Mapping[str, Any], draws: Iterable[Indices]
-) -> Iterator[tuple[Indices, Any, Mapping[int, Any]]]:
-    """(What was drawn, the data of it, some rows of it collated alone.)
+) -> Iterator[tuple[Indices, Any, Mapping[int, Any], Features | None]]:
+    """(What was drawn, the data of it, some rows of it collated alone, what tells its rows apart if not seen there.)
 
     For an empty draw sample 0 shows the shape, and its values are blanked.
     """
     waiting: list[Indices] = []
+    table: Features | None = None
 
     def rows() -> Iterator[Indices]:
         for indices in draws:
@@ -196,6 +207,8 @@ def fetched(
 
     counted: Iterable[tuple[int, Any, Mapping[int, Any]]]
     if type(dataset) is TensorDataset and not loader:
+        if any(t.device.type != "cpu" for t in dataset.tensors):  # looked over once: a step must not wait for it
+            table = features(dataset.tensors, wait=True)
         counted = ((len(data[0]), data, {}) for data in chosen_rows(dataset.tensors, rows()))
     else:
         collate = Collated(loader.get("collate_fn") or default_collate)
@@ -208,7 +221,10 @@ def fetched(
                 f"The dataset gave {count} samples where {wanted} were drawn. Which of them are missing cannot be "
                 "told. Give a sample for each index: one that cannot be read may be a constant, such as zeros."
             )
-        yield (indices, data, singles) if len(indices) else (indices, neutral(data, count), {})
+        if len(indices):
+            yield indices, data, singles, None if table is None else table[indices]
+        else:
+            yield indices, neutral(data, count), {}, None
 
 
 def rows_of(data: Any) -> int | None:

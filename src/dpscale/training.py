@@ -216,14 +216,14 @@ class Private:
             self._engine.recorder.stop()
         drawn = self.plan.sampling.draws(self._key.generator(_stream(state.stream)), start=state.handed_out)
         try:
-            for indices, data, singles in fetched(dataset, loader, islice(drawn, count)):
+            for indices, data, singles, rows in fetched(dataset, loader, islice(drawn, count)):
                 with state.lock:
                     if this != state.loop:
                         raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
                     draw = state.hand_out(indices)
                     if draw.mask.any():
                         self._engine.recorder.start(len(draw.mask))
-                yield Batch(data, draw, singles)
+                yield Batch(data, draw, singles, rows)
         except GeneratorExit:  # the loop was left: what it has handed out will not come back
             with state.lock:
                 if this == state.loop:
@@ -242,8 +242,8 @@ class Private:
         draw = self._claim_draw(batch, rows_of(data))
         parameters = self._parameters()
         momentum = self._momentum_state(parameters, len(draw.mask))
-        singles = batch.singles if isinstance(batch, Batch) else {}
-        out = self._summed(Batch(data, draw, singles), loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
+        batch = batch if isinstance(batch, Batch) else Batch(data, draw)
+        out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
         report = self._release(draw, out, parameters, momentum)
         self.optimizer.step()
         self._require_applied()
@@ -299,6 +299,7 @@ class Private:
         padding = None if self._per_sample else self._padding
         size = padding.rows if padding else self._micro_batch or count
         parts: list[ScaledSum] = []
+        rest = [part_of(data, slice(k, k + size), count) for k in range(size, count, size)] if batch.singles else []
         for begin in range(0, count, size):
             rows = slice(begin, min(begin + size, count))
             part, length = part_of(data, rows, count), rows.stop - begin
@@ -311,7 +312,7 @@ class Private:
                 return self._engine.scaled_sum(
                     loss_fn, data, self.plan.scaling, mask, points if len(points) > 1 else None,
                     keep=count > size and not parts, change=remember if self._per_sample else None,
-                    singles=batch.singles if count <= size else None,
+                    singles=None if parts else batch.singles, rest=rest, rows=batch.rows_in(rows),
                 )  # fmt: skip
 
             with _memory_advice(size):

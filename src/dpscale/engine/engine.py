@@ -7,7 +7,7 @@ when it was looked at, what was compiled.
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -91,7 +91,7 @@ class Engine:
     def scaled_sum(
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor | None = None, points: Points | None = None, *,
         keep: bool = False, change: Remember | None = None, singles: Mapping[int, Any] | None = None,
-        rows: Features | None = None,
+        rest: Sequence[Any] = (), rows: Features | None = None,
     ) -> ScaledSum:  # fmt: skip
         """As `dpscale.scaled_sum`.
 
@@ -99,6 +99,7 @@ class Engine:
             keep: copy the gradients. Without it they may be buffers that the next call overwrites.
             change: what to scale in place of the per-sample gradients, of which B are then held.
             singles: rows that were collated alone, by their place.
+            rest: other parts of the batch that these were collated with.
             rows: features of the rows, if they are known.
         """
         model = self.model
@@ -115,7 +116,7 @@ class Engine:
 
         subject = Subject(model, parameters, run, loss_fn)
         with cold_start():
-            kind = self.trust(subject, batch, mask, identity(loss_fn, numbers=False), rows, singles)
+            kind = self.trust(subject, batch, mask, identity(loss_fn, numbers=False), rows, singles, rest)
             for again in (True, False):
                 if kind in self._obstacles:
                     break
@@ -133,7 +134,7 @@ class Engine:
 
     def trust(
         self, subject: Subject, batch: Any, mask: Tensor, loss: Any, rows: Features | None = None,
-        singles: Mapping[int, Any] | None = None,
+        singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (),
     ) -> Any:  # fmt: skip
         """Look at the model if a look is due; refuse it if it must not be trained.
 
@@ -142,14 +143,14 @@ class Engine:
         """
         kind = (loss, *kind_of(structure(subject.model), batch))
         rows = features(batch) if rows is None else rows
-        first = self._schedule.due(kind, shapes_of(batch), rows)
+        first = self._schedule.due(kind, shapes_of(batch), len(mask), rows)
         if first is not None:
-            self.look(subject, batch, mask, kind, rows, first, singles)
+            self.look(subject, batch, mask, kind, rows, first, singles, rest)
         return kind
 
     def look(
         self, subject: Subject, batch: Any, mask: Tensor, kind: Any, rows: Features | None = None,
-        first: list[int] | None = None, singles: Mapping[int, Any] | None = None,
+        first: list[int] | None = None, singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         """Look at some rows of a batch, and remember what was found."""
         available = np.flatnonzero(mask.cpu().numpy())
@@ -167,7 +168,7 @@ class Engine:
         try:
             with nullcontext() if number else phase("checking"):  # later looks are short
                 look = Look(
-                    subject, batch, rows, kept, singles=singles, again=kind in self._looked,
+                    subject, batch, rows, kept, singles=singles, rest=rest, again=kind in self._looked,
                     whole=not self._schedule.only_shapes, seed=seed,
                 )  # fmt: skip
                 finding = look()

@@ -5,6 +5,7 @@ meets a backward (an evaluation) costs nothing but the memory of its graph, and 
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.evaluate import backward, exactly
 from dpscale.engine.result import ScaledSum
 from dpscale.engine.tape.tape import Tape, Watched
-from dpscale.engine.verify.credit import insides, reaches_others
+from dpscale.engine.verify.credit import insides, misplaced
 from dpscale.engine.verify.look import Subject
 from dpscale.engine.verify.probe import random_states, set_random_states
 from dpscale.scaling import Scaling
@@ -52,7 +53,7 @@ class Recorder:
         self._running: tuple[Tape, Subject, Any, Any] | None = None
         self._obstacle: str | None = None
         self._twice = False  # whether gradients of gradients were taken through a taped forward
-        self._checked = 0  # samples whose losses were seen to depend on no other sample
+        self._checked = 0  # batches whose losses were looked at
         self._hooks: list[RemovableHandle] = []  # on the model only while a batch waits, so that none is saved with it
 
     def start(self, samples: int) -> None:
@@ -100,20 +101,22 @@ class Recorder:
         return out
 
     def _check_apart(self, losses: Tensor, forwards: list[Forward]) -> None:
-        """Each loss must depend on its own row of the model's outputs alone: three samples first, then one a step.
+        """Each loss must depend on its own row of the model's outputs alone.
 
-        At first also by every operation that met parameters: a loss may depend on what the model keeps to itself.
+        At first, and every so often, also by every operation that met parameters: a loss may depend on what the model
+        keeps to itself, and a hook may change what comes back.
         """
-        several = [self._checked % len(losses)] if self._checked else range(min(3, len(losses)))
-        outputs = [(edge, lambda g: g) for each in forwards for edge in each.outputs]
-        for i in several:
-            places = [outputs] if self._checked else [outputs, *(insides(each.tape) for each in forwards)]
-            if any(reaches_others(losses, i, each) for each in places):
-                raise UnsupportedModel(
-                    f"Samples are coupled in the loss: the loss of sample {i} depends on another sample's output. "
-                    "Compute each loss from its own sample (reduction='none')."
-                )
-        self._checked += len(several)
+        places = [(edge, lambda g: g) for each in forwards for edge in each.outputs]
+        if self._checked & (self._checked - 1) == 0:
+            places += [place for each in forwards for place in insides(each.tape)]
+        self._checked += 1
+        sample = misplaced(losses, places, self._checked)
+        if sample is not None:
+            raise UnsupportedModel(
+                f"Samples are coupled in the loss, or in its backward: what arrives at sample {sample} is not of its "
+                "own loss alone. Compute each loss from its own sample (reduction='none'), and let no hook compute "
+                "with the whole batch."
+            )
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._waiting or not torch.is_grad_enabled() or Watched.count:
@@ -163,15 +166,22 @@ class Recorder:
         ]
         forward = Forward(tape, outputs)
         self._forwards = [*self._forwards[-MOST + 1 :], forward]
+        passed = partial(_passed, weakref.ref(self), weakref.ref(forward))  # weakly: the graph holds its hooks
         for edge in tape.edges:
-            edge.node.register_prehook(partial(self._passed, forward))
+            edge.node.register_prehook(passed)
         return output
 
-    def _passed(self, forward: Forward, _: Any) -> None:
+    def passed(self, forward: Forward) -> None:
         """A backward came through a taped forward. One that records itself, for a gradient of the gradient, would lose
         what that owes to the parameters: they were not there."""
         forward.used = True
         self._twice |= torch.is_grad_enabled()
+
+
+def _passed(recorder: "weakref.ref[Recorder]", forward: "weakref.ref[Forward]", _: Any) -> None:
+    mine, its = recorder(), forward()
+    if mine is not None and its is not None:
+        mine.passed(its)
 
 
 class _Hook:

@@ -1,6 +1,11 @@
-"""Where the gradient of one sample's loss arrives in a taped forward: in that sample's rows, and nowhere else."""
+"""Whether gradients arrive in the rows of the samples that they are of, in a taped forward of a whole batch.
 
-from collections.abc import Callable, Iterator, Sequence
+Every loss is given a weight of its own, a power of two. A backward that treats samples apart is linear in each of them,
+so what arrives in a sample's rows is its weight times what arrives without weights, to the bit. Rows that belong to
+another sample, or to several, and a backward that computes with the whole batch (clips by its norm) are off.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +18,9 @@ from dpscale.engine.tape.tape import Tape
 Place = tuple[GradientEdge, Callable[[Tensor], Tensor]]
 """Where a gradient arrives, and what puts its samples first."""
 
+POWERS = 6
+_OFF = 1e-3
+
 
 def insides(tape: Tape) -> list[Place]:
     """Of every operation that was taped."""
@@ -23,20 +31,27 @@ def insides(tape: Tape) -> list[Place]:
     ]
 
 
-def reaches_others(losses: Tensor, i: int, places: Sequence[Place]) -> bool:
-    """Whether anything of loss ``i`` arrives in rows of other samples."""
+def misplaced(losses: Tensor, places: Sequence[Place], seed: int) -> int | None:
+    """A sample in whose rows something else arrives than its own loss sends; None if there is none."""
+    if not places:
+        return None
     targets: Any = [edge for edge, _ in places]
-
-    def others(seed: float) -> Iterator[Tensor]:
-        seeds = torch.zeros_like(losses)
-        seeds[i] = seed
-        grads = torch.autograd.grad([losses], targets, [seeds], retain_graph=True, allow_unused=True)
-        for g, (_, rows) in zip(grads, places, strict=True):
-            if g is not None:
-                each = rows(g)
-                yield torch.cat([each[:i], each[i + 1 :]]).ne(0)
-
-    if not places or not any(bool(rows.any()) for rows in others(1.0)):
-        return False
-    # What is not finite is so without any seed: it is looked at apart, and adds nothing.
-    return any(bool((now & ~at_rest).any()) for now, at_rest in zip(others(1.0), others(0.0), strict=True))
+    power = torch.randint(POWERS, losses.shape, generator=torch.Generator().manual_seed(seed)).to(losses.device)
+    weights = torch.exp2(power.double() - 2).to(losses.dtype)
+    plain, weighted = (
+        torch.autograd.grad([losses], targets, [w], retain_graph=True, allow_unused=True)
+        for w in (torch.ones_like(losses), weights)
+    )
+    for one, other, (_, rows) in zip(plain, weighted, places, strict=True):
+        if one is None or other is None:
+            continue
+        a, b = (rows(g).reshape(len(losses), -1) for g in (one, other))
+        if not a.shape[1]:
+            continue
+        expected = a * weights.to(a.dtype).unsqueeze(1)
+        off = (b - expected).abs() > _OFF * expected.abs().amax(1, keepdim=True).clamp(min=torch.finfo(a.dtype).tiny)
+        # What is not finite is so whatever its weight: it is looked at apart, and adds nothing.
+        off &= torch.isfinite(b) & torch.isfinite(expected)
+        if bool(off.any()):
+            return int(off.any(1).nonzero()[0])
+    return None

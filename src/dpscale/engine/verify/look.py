@@ -28,7 +28,7 @@ from dpscale.engine.layout import Layout, candidates
 from dpscale.engine.phases import still_at
 from dpscale.engine.rules import RULE_OF, Call
 from dpscale.engine.tape.tape import OpName, Site, Sites, Tape, shapes_of
-from dpscale.engine.verify.credit import insides, reaches_others
+from dpscale.engine.verify.credit import insides, misplaced
 from dpscale.engine.verify.probe import Growth, Numbered, Probe, ProbedCall, host_states, own_randomness
 from dpscale.engine.verify.rows import Features, companies, count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
@@ -98,17 +98,19 @@ class Look:
         rows: features of its rows, if known.
         kept: the rows to look at, `ROWS` of them.
         singles: rows of the batch that were collated alone, by their place.
+        rest: other parts of the batch that these were collated with.
         again: whether such a model was looked at before, at all `SEEDS` if it draws.
         seed: for the runs, and for the choice of company. Apart from anything private.
     """
 
     def __init__(
         self, subject: Subject, batch: Any, rows: Features | None, kept: Sequence[int], *,
-        singles: Mapping[int, Any] | None = None, again: bool = False, whole: bool = True, seed: int = 0,
+        singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (), again: bool = False, whole: bool = True,
+        seed: int = 0,
     ) -> None:  # fmt: skip
         self._subject, self._batch, self._features = subject, batch, rows
         self._kept, self._singles, self._again, self._seed = list(kept), singles or {}, again, seed
-        self._ahead, self._draws, self._whole = 0, False, whole
+        self._ahead, self._draws, self._whole, self._rest = 0, False, whole, list(rest)
         self._rng = np.random.default_rng(seed)
         self._rows = take(batch, self._kept)
         self._moved: tuple[Any, Any, int] | None = None
@@ -234,7 +236,8 @@ class Look:
     def _check_backward(self, arrived: Sequence[Gradient], others: Sequence[tuple[Probe, Tensor]]) -> None:
         """In other company the loss of a row sends the same gradients to the same places."""
         for i, (probe, losses) in enumerate(others):
-            if _apart(arrived[i], self._arrived(probe, losses, i), probe.eps**0.5) is not None:
+            rounding = 1e-4 if losses.device.type == "cpu" else probe.eps**0.5  # the same kernels on the same shapes
+            if _apart(arrived[i], self._arrived(probe, losses, i), rounding) is not None:
                 raise UnsupportedModel(
                     "Samples are coupled in the backward: the gradient of one sample depends on another, though no "
                     "loss does. A hook on a tensor or a module, or the backward of a custom autograd function, "
@@ -418,7 +421,7 @@ class Look:
         if not self._singles:
             return
         together = Numbered(self._seed, dropout=False)
-        losses = self._run(together, self._batch)
+        losses = torch.cat([self._run(together, part).detach() for part in (self._batch, *self._rest)])
         self._surroundings.restore()
         for single in self._singles.values():
             alone = Numbered(self._seed, dropout=False)
@@ -487,7 +490,7 @@ class Look:
         return {name: g for (_, name), g in found.items()}
 
     def _check_whole_credit(self, base: Probe, sites: Sequence[Site]) -> None:
-        """In the whole batch, too, the loss of a row sends gradients to its own rows alone."""
+        """In the whole batch, too, each loss sends gradients to its own rows alone, whatever the others send."""
         known = Sites()
         for call, site in zip(base.calls, sites, strict=True):
             known.add(call.op, site)
@@ -497,9 +500,8 @@ class Look:
         self._surroundings.restore()
         if tape.lost or not losses.requires_grad:
             return  # operations that these rows have not met will be looked at when they are
-        places = insides(tape)
-        if any(reaches_others(losses, i, places) for i in sorted(set(self._kept[:2]))):
-            raise _Obstacle("rows change places in the batch (sorted by length?)")
+        if misplaced(losses, insides(tape), self._seed) is not None:
+            raise _Obstacle("what arrives in a row is not of that row's loss alone: rows change places, or meet")
 
 
 def _attributed(base: Probe, others: Sequence[Probe], arrived: Sequence[Gradient], growth: Growth) -> list[Site]:

@@ -23,13 +23,13 @@ FEW = 16
 """Values of a feature that are each remembered; beyond, only the smallest and the largest."""
 
 
-def features(batch: Any) -> Features | None:
-    """Of each row; None where the data are on another device, which would have to be waited for."""
+def features(batch: Any, *, wait: bool = False) -> Features | None:
+    """Of each row; None where the data are on another device, unless it is ``wait``ed for."""
     tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
-    if any(t.device.type != "cpu" for t in tensors):
+    if any(t.device.type != "cpu" for t in tensors) and not wait:
         return None
     columns = [column for t in tensors for column in _columns(t.detach().reshape(len(t), -1))]
-    return torch.stack(columns, 1).numpy() if columns and len(columns[0]) else None
+    return torch.stack([column.cpu() for column in columns], 1).numpy() if columns and len(columns[0]) else None
 
 
 def _columns(t_BN: Tensor) -> Iterator[Tensor]:
@@ -52,19 +52,24 @@ class Novelty:
         self._range: Features | None = None
 
     def new(self, rows: Features) -> NDArray[np.int64]:
-        """Numbers of the rows that are like none before; from now on they are known."""
+        """Numbers of the rows that are like none that are known; all of them at first."""
         if self._range is None or self._range.shape[1] != rows.shape[1]:
-            self._values = [set(np.unique(column)[: FEW + 1].tolist()) for column in rows.T]
-            self._range = np.stack([rows.min(0), rows.max(0)])
-            return np.zeros(0, dtype=np.int64)
+            return np.arange(len(rows))
         low, high = self._range
         strange = ((rows < low) | (rows > high)).any(1)
         for k, values in enumerate(self._values):
-            if len(values) <= FEW and not values.issuperset(now := set(np.unique(rows[:, k]).tolist())):
+            if len(values) <= FEW and not values.issuperset(np.unique(rows[:, k]).tolist()):
                 strange |= ~np.isin(rows[:, k], list(values))
-                values |= now
-        self._range = np.stack([np.minimum(low, rows.min(0)), np.maximum(high, rows.max(0))])
         return np.flatnonzero(strange)
+
+    def learn(self, rows: Features) -> None:
+        """From now on such rows are known."""
+        if self._range is None or self._range.shape[1] != rows.shape[1]:
+            self._values, self._range = [set() for _ in rows.T], np.stack([rows.min(0), rows.max(0)])
+        self._range = np.stack([np.minimum(self._range[0], rows.min(0)), np.maximum(self._range[1], rows.max(0))])
+        for values, column in zip(self._values, rows.T, strict=True):
+            if len(values) <= FEW:
+                values.update(np.unique(column)[: FEW + 1].tolist())
 
 
 def choose(
@@ -143,5 +148,5 @@ def replaced(batch: Any, others: Any, keep: Sequence[int]) -> Any:
 
 def companies(samples: int, rows: Features | None, count: int, rng: np.random.Generator) -> list[list[int]]:
     """Rows of a batch that may stand in the place of ``count`` others: any, and copies of one that is extreme."""
-    extremes = choose(rows, np.arange(samples), (), 2, rng)
+    extremes = choose(rows, np.arange(samples if rows is None else min(samples, len(rows))), (), 2, rng)
     return [rng.integers(samples, size=count).tolist(), *([i] * count for i in extremes)]

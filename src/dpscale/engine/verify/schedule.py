@@ -8,15 +8,16 @@ run's time, once the run is longer than a few steps.
 import time
 from collections.abc import Hashable
 
-import numpy as np
-
 from dpscale.engine.verify.rows import Features, Novelty
 
 SHARE = 0.02
 """Of a run's time that later looks may take."""
 
-ALWAYS = 16
+ALWAYS = 64
 """Looks at new rows that are taken whatever they cost."""
+
+EARLY = 16
+"""Sums up to which a look is taken at the powers of two, whatever it costs."""
 
 
 class Schedule:
@@ -32,31 +33,44 @@ class Schedule:
         self._started: float | None = None
         self._spent = 0.0  # seconds in looks after the first
         self._at_new_rows = 0
+        self._sizes: list[int] = []
 
-    def due(self, kind: Hashable, shapes: Hashable, rows: Features | None) -> list[int] | None:
+    def due(self, kind: Hashable, shapes: Hashable, size: int, rows: Features | None) -> list[int] | None:
         """Rows to look at first, maybe none; None if no look is due.
 
         Args:
             kind: what the model and its loss are now. Never seen before: look.
             shapes: of a sample. Rows are compared with those of the same shapes.
-            rows: features of the rows of this batch.
+            size: how many rows this batch has.
+            rows: their features.
         """
         self._sums += 1
         now = time.perf_counter()
         if self._started is None:
             self._started = now
-        new = self._new_rows(shapes, rows)
+        novelty = self._novelty.setdefault(shapes, Novelty())
+        new = [] if rows is None else novelty.new(rows).tolist()
+        first = self._first(kind, shapes, size, new, now)
+        if first is not None and rows is not None:  # rows that are not looked at stay new
+            novelty.learn(rows)
+        return first
+
+    def _first(self, kind: Hashable, shapes: Hashable, size: int, new: list[int], now: float) -> list[int] | None:
         if (kind, shapes) not in self._known:
             self.only_shapes = any(known == kind for known, _ in self._known)
             self._known.add((kind, shapes))
-            return new
+            self._sizes.append(size)
+            return new if len(new) < size else []
         self.only_shapes = False
-        affordable = self._spent <= SHARE * (now - self._started)
+        if not min(self._sizes) <= size <= max(self._sizes):  # a forward may do otherwise with more rows than ever
+            self._sizes.append(size)
+            return new
+        affordable = self._spent <= SHARE * (now - (self._started or now))
         if new and (self._at_new_rows < ALWAYS or affordable):
             self._at_new_rows += 1
             return new
         power_of_two = self._sums & (self._sums - 1) == 0
-        return [] if (power_of_two and self._sums <= ALWAYS) or (affordable and self._long_ago(now)) else None
+        return [] if (power_of_two and self._sums <= EARLY) or (affordable and self._long_ago(now)) else None
 
     def looked(self, seconds: float) -> None:
         """A look was taken."""
@@ -68,12 +82,6 @@ class Schedule:
     def forget(self) -> None:
         """Look again at the next sum: something was met that no look has seen."""
         self._known.clear()
-
-    def _new_rows(self, shapes: Hashable, rows: Features | None) -> list[int]:
-        if rows is None:
-            return []
-        new: list[int] = np.asarray(self._novelty.setdefault(shapes, Novelty()).new(rows)).tolist()
-        return new
 
     def _long_ago(self, now: float) -> bool:
         """The time since the last look is worth one more."""

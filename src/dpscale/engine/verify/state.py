@@ -5,24 +5,28 @@ change differently for different rows is told: it would carry the data out of tr
 """
 
 import functools
+import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpscale.engine.compat import registered, version
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.identity import variables_of
+from dpscale.engine.identity import Variable, variables_of
 from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
 
 _ENTRIES = 256  # of one container that are looked at
 _DEPTH = 5
 _LARGE = 1 << 16  # numbers of a tensor that is compared by value at the end of a look alone
-_NUMBERS = 1 << 20  # of a tensor that is compared by value; of larger ones, how often they were written
-_OPAQUE = (type, ModuleType, FunctionType, MethodType, functools.partial, torch.Generator, torch.dtype, torch.device)
+_NUMBERS = 1 << 20  # of a tensor that is compared entry by entry; of larger ones, so many entries and the sum
+_OPAQUE = (type, ModuleType, MethodType, functools.partial, torch.dtype, torch.device)
+_GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 
 
 class Surroundings:
@@ -35,7 +39,7 @@ class Surroundings:
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._model = model
-        self._variables = variables_of(loss_fn)
+        self._variables = [*variables_of(loss_fn), *_read_by_forwards(model)]
         self._values = [get() for _, get, _ in self._variables]
         self._counts = [
             (module, name, value)
@@ -45,6 +49,8 @@ class Surroundings:
         ]
         self._parameters = {id(p): p for p in model.parameters()}
         self._containers: list[tuple[Any, Any]] = []
+        self._generators: list[tuple[Any, Any]] = []
+        self._arrays: list[tuple[NDArray[Any], NDArray[Any]]] = []
         self._tensors: list[tuple[str, Tensor, Tensor, int]] = []
         for path, value in self._walk():
             if isinstance(value, Tensor):
@@ -52,6 +58,10 @@ class Surroundings:
                     self._tensors.append((path, value, value.detach().clone(), version(value)))
             elif isinstance(value, dict | list | set | deque):
                 self._containers.append((value, value.copy()))
+            elif isinstance(value, _GENERATORS):
+                self._generators.append((value, _state_of(value)))
+            elif isinstance(value, np.ndarray) and value.size <= _NUMBERS:
+                self._arrays.append((value, value.copy()))
         self._before = self.now()
 
     def now(self) -> dict[str, Any]:
@@ -61,10 +71,14 @@ class Surroundings:
             if isinstance(value, nn.Parameter):
                 continue
             if isinstance(value, Tensor):
-                small = not value.is_meta and value.numel() <= _NUMBERS
-                found[path] = value.detach().clone() if small else (value.shape, version(value))
+                found[path] = _digest(value)
             elif isinstance(value, (*PLAIN, torch.dtype)):
                 found[path] = value
+            elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+                found[path] = _digest(torch.from_numpy(np.ascontiguousarray(value)))
+            elif isinstance(value, list | tuple | deque | dict) and len(value) > _ENTRIES:  # too long to walk through
+                last = (*(value.values() if isinstance(value, dict) else value),)[-_ENTRIES:]
+                found[path] = len(value), *(v if isinstance(v, PLAIN) else type(v) for v in last)
         return found
 
     def restore(self, *, thorough: bool = False) -> list[str]:
@@ -80,6 +94,11 @@ class Surroundings:
         for (_, get, put), value in zip(self._variables, self._values, strict=True):
             if get() is not value:
                 put(value)
+        for generator, state in self._generators:
+            _put_state(generator, state)
+        for array, content in self._arrays:
+            if array.flags.writeable:
+                array[...] = content
         for container, content in self._containers:
             if isinstance(container, dict):
                 if container.keys() != content.keys() or any(container[k] is not v for k, v in content.items()):
@@ -187,6 +206,40 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 _MODULE = frozenset(vars(nn.Module()))
+
+
+def _read_by_forwards(model: nn.Module) -> Iterator[Variable]:
+    """What the forwards of one's own modules read from around them: a dictionary of their file, say."""
+    for made in {type(module): None for module in model.modules()}:
+        forward = made.forward
+        if made.__module__.split(".")[0] not in ("torch", "transformers", "peft") and isinstance(forward, FunctionType):
+            yield from (each for each in variables_of(forward) if _inside(each[1]()) or isinstance(each[1](), PLAIN))
+
+
+def _digest(t: Tensor) -> Any:
+    """A copy, or of a large tensor what hardly any change leaves as it is."""
+    if t.is_meta:
+        return t.shape
+    flat = t.detach()
+    if flat.numel() <= _NUMBERS:
+        return flat.clone()
+    some = flat.reshape(-1)[:: -(-flat.numel() // _NUMBERS)].clone()
+    return torch.cat([some.double(), flat.sum(dtype=torch.float64).view(1)]) if not flat.is_complex() else some
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _put_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
 
 
 def _inside(value: Any) -> bool:
