@@ -389,8 +389,9 @@ class Look:
             ):  # a model may need two rows (squeeze); what depends on their number shows above all the same
                 continue
             finally:
+                drew = self._surroundings.drew()
                 self._surroundings.restore()
-            if mode.unmatched or alone.shape != (1,):
+            if drew or mode.unmatched or alone.shape != (1,):
                 continue
             eps = max(base.eps, mode.eps)
             if not _near(losses[i], alone[0], losses, eps) and not self._by_rounding(i, losses[i] - alone[0], eps):

@@ -125,6 +125,10 @@ class Surroundings:
                 changed.append(path.removeprefix("model."))
         return changed
 
+    def drew(self) -> bool:
+        """Whether numbers were drawn from a generator of one's own, which knows nothing of rows."""
+        return any(str(_state_of(generator)) != str(state) for generator, state in self._generators)
+
     def require_parameters_kept(self, changed: Sequence[str]) -> None:
         """A forward must not train by itself."""
         if changed:
@@ -229,13 +233,13 @@ def _digest(t: Tensor) -> Any:
 
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        return generator.get_state().numpy().tobytes()
     return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
 
 def _put_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
-        generator.set_state(state)
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     else:
