@@ -100,6 +100,7 @@ class Look:
         singles: rows of the batch that were collated alone, by their place.
         rest: other parts of the batch that these were collated with.
         again: whether such a model was looked at before, at all `SEEDS` if it draws.
+        whole: put the whole batch into other company too, for what begins with more rows.
         seed: for the runs, and for the choice of company. Apart from anything private.
     """
 
@@ -132,6 +133,9 @@ class Look:
         parameters = self._subject.parameters
         base = Probe(parameters, ROWS, self._seed, growth) if growth.aligned else Numbered(self._seed)
         losses = self._run(base, self._rows)
+        # Backwards come before the state is put back: hooks may read what this forward has left.
+        arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
+        plain = [self._plain(base, losses, weights) for weights in (_MIDDLE, _MIXED)]
         left = self._left_behind()
         if not losses.requires_grad:
             raise UnsupportedModel(
@@ -149,10 +153,9 @@ class Look:
         try:
             if not isinstance(base, Probe) or base.lost or any(o is None or o[0].lost for o in others):
                 raise _Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
-            arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
             sites = _attributed(base, [probe for probe, _ in others], arrived, growth)
-            self._check_backward(arrived, others)
-            self._check_credit(base, losses, sites, arrived)
+            self._check_backward(base, arrived, others)
+            self._check_credit(base, sites, arrived, plain)
             self._check_whole_credit(base, sites)
         except _Obstacle as obstacle:
             return Finding((), str(obstacle), obstacle.lasting)
@@ -203,9 +206,11 @@ class Look:
         self._surroundings.require_parameters_kept(self._surroundings.restore())
         return left
 
-    def _arrived(self, probe: Probe, losses: Tensor, i: int) -> Gradient:
+    def _arrived(self, mode: Any, losses: Tensor, i: int) -> Gradient:
         """What the loss of row i sends to each operation that parameters meet."""
-        targets = {(*call.name_of, k): edge for call in probe.calls for k, edge in call.edges.items()}
+        if not isinstance(mode, Probe):
+            return {}
+        targets = {(*call.name_of, k): edge for call in mode.calls for k, edge in call.edges.items()}
         seed = torch.zeros_like(losses)
         seed[i] = 1.0
         return _gradient(losses, seed, targets)
@@ -220,6 +225,7 @@ class Look:
             mode = probe or Numbered(self._seed)
             try:
                 losses = self._run(mode, data)
+                arrived = self._arrived(mode, losses, i)
             except UnsupportedModel:
                 raise
             except Exception:  # rows that were put together need not be such as the model takes
@@ -228,16 +234,20 @@ class Look:
             theirs = self._left_behind()
             self._unmoved(base, mode, self._rows, data, ours, losses, i)
             self._surroundings.compare(left, theirs)
-            found = mode, losses
+            found = mode, arrived
             if probe is None or (not probe.lost and len(probe.calls) == len(base.calls)):
                 break  # others may run other operations, where a model asks whether a mask is all ones
         return found
 
-    def _check_backward(self, arrived: Sequence[Gradient], others: Sequence[tuple[Probe, Tensor]]) -> None:
+    def _check_backward(
+        self, base: Probe, arrived: Sequence[Gradient], others: Sequence[tuple[Probe, Gradient]]
+    ) -> None:
         """In other company the loss of a row sends the same gradients to the same places."""
-        for i, (probe, losses) in enumerate(others):
-            rounding = 1e-4 if losses.device.type == "cpu" else probe.eps**0.5  # the same kernels on the same shapes
-            if _apart(arrived[i], self._arrived(probe, losses, i), rounding) is not None:
+        for i, (probe, theirs) in enumerate(others):
+            if any(key in theirs and theirs[key].shape != g.shape for key, g in arrived[i].items()):
+                raise _Obstacle("shapes depend on the values in the batch")
+            same = base.device.type == "cpu" and [op.outputs for op in base.ran] == [op.outputs for op in probe.ran]
+            if _apart(arrived[i], theirs, 1e-4 if same else probe.eps**0.5) is not None:
                 raise UnsupportedModel(
                     "Samples are coupled in the backward: the gradient of one sample depends on another, though no "
                     "loss does. A hook on a tensor or a module, or the backward of a custom autograd function, "
@@ -279,13 +289,13 @@ class Look:
         The first row among copies of itself, which shows what counts rows that are alike; the second among others of
         the batch; the third among copies of an extreme one.
         """
-        others = companies(count_of(self._batch), self._features, ROWS, self._rng)
+        others = companies(self._samples, self._features, ROWS, self._rng)
         ways = [take(self._rows, [i] * ROWS), *(replaced(self._rows, take(self._batch, way), [i]) for way in others)]
         return [*ways[i:], *ways[:i]]
 
     def _whole_batch(self) -> None:
         """The whole batch, of which a few rows stay; the others become copies of one."""
-        samples = count_of(self._batch)
+        samples = self._samples
         if samples <= 1:
             return
         keep = sorted(set(self._kept[: max(1, samples // 2)]))
@@ -321,13 +331,13 @@ class Look:
         for k, self._seed in enumerate(seeds):
             self._ahead = 2**k if counts else 0
             i = k % ROWS
-            ours = self._run(Numbered(self._seed), self._rows)
+            own, mode = Numbered(self._seed), Numbered(self._seed)
+            ours = self._run(own, self._rows)
             left = self._left_behind()
-            data = replaced(self._rows, take(self._batch, self._rng.permutation(self._samples)[:ROWS].tolist()), [i])
-            losses = self._run(Numbered(self._seed), data)
+            data = replaced(self._rows, take(self._batch, self._rng.integers(self._samples, size=ROWS).tolist()), [i])
+            losses = self._run(mode, data)
             theirs = self._left_behind()
-            if not _same(ours[i], losses[i]):
-                self._refuse(self._rows, data, i)
+            self._unmoved(own, mode, self._rows, data, ours, losses, i)
             self._surroundings.compare(left, theirs)
         self._seed, self._ahead = seed, 0
 
@@ -444,7 +454,9 @@ class Look:
 
     # 3: credit
 
-    def _check_credit(self, base: Probe, losses: Tensor, sites: Sequence[Site], arrived: Sequence[Gradient]) -> None:
+    def _check_credit(
+        self, base: Probe, sites: Sequence[Site], arrived: Sequence[Gradient], plain: Sequence[Gradient]
+    ) -> None:
         """The tape's gradients are autograd's: of the row in the middle, norm included, and of a mixture of all rows.
 
         Were rows credited to other samples, the mixture would be another one.
@@ -455,7 +467,13 @@ class Look:
             if call.taped is not None and site.role in ("rows", "expanded")
         ]
         keys = [(*call.name_of, k) for call in base.calls for k in call.edges]
-        mixtures = torch.tensor([_MIDDLE, _MIXED], device=losses.device)
+        for way, name in (key for gradient in plain for key in gradient):
+            if way == "past":
+                raise _Obstacle(
+                    f"parameter {name!r} is used where its operations cannot be seen (a compiled or scripted part, a "
+                    "custom autograd function)"
+                )
+        mixtures = torch.tensor([_MIDDLE, _MIXED], device=base.device)
         try:
             with torch.no_grad(), torch.autocast(base.device.type, enabled=False):
                 forms = gradients([base], [[_added([row.get(key) for row in arrived]) for key in keys]])
@@ -465,30 +483,24 @@ class Look:
         except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
             raise _Obstacle(f"an operation cannot be run for one sample ({error})") from error
         rounding = max(1e-9, base.eps**0.5)
-        for weights in mixtures:
-            plain = self._plain(base, losses, weights.to(losses.dtype))
+        for weights, theirs in zip(mixtures, plain, strict=True):
             with torch.no_grad():
-                ours = {n: form.weighted(weights) for n, form in forms.items()}
-            whole = _size(plain)
+                ours = {("leaf", n): form.weighted(weights) for n, form in forms.items()}
+            whole = _size(theirs)
             if not np.isfinite(whole):
                 continue
-            if (name := _apart(ours, plain, rounding)) is not None:
-                raise _Obstacle(f"what is credited to a row is not its gradient at parameter {name!r}")
+            if (name := _apart(ours, theirs, rounding)) is not None:
+                raise _Obstacle(f"what is credited to a row is not its gradient at parameter {name[1]!r}")
             if weights[0] == 0 and norms is not None and abs(float(norms[1]) - whole) > _relative(rounding) * whole:
                 raise _Obstacle("the norm that is credited to a row is not that of its gradient")
 
-    def _plain(self, base: Probe, losses: Tensor, weights: Tensor) -> Gradient:
-        """Autograd's gradient of a weighted sum of the losses, which must all come by operations that were seen."""
+    def _plain(self, base: Any, losses: Tensor, weights: Sequence[float]) -> Gradient:
+        """Autograd's gradient of a weighted sum of the losses, by way of what was taped, and past it."""
+        if not isinstance(base, Probe):
+            return {}
         parameters = self._subject.parameters
         targets = {("leaf", n): t for n, t in base.leaves.items()} | {("past", n): t for n, t in parameters.items()}
-        found = _gradient(losses, weights, targets)
-        for way, name in found:
-            if way == "past":
-                raise _Obstacle(
-                    f"parameter {name!r} is used where its operations cannot be seen (a compiled or scripted part, a "
-                    "custom autograd function)"
-                )
-        return {name: g for (_, name), g in found.items()}
+        return _gradient(losses, torch.tensor(weights, dtype=losses.dtype, device=losses.device), targets)
 
     def _check_whole_credit(self, base: Probe, sites: Sequence[Site]) -> None:
         """In the whole batch, too, each loss sends gradients to its own rows alone, whatever the others send."""
@@ -498,10 +510,13 @@ class Look:
         samples = count_of(self._batch)
         tape = Tape(self._subject.parameters, None, known, samples, lenient=True)
         losses = self._run(tape, self._batch)
+        wrong = None
+        if (
+            not tape.lost and losses.requires_grad
+        ):  # operations that these rows have not met are looked at when they are
+            wrong = misplaced(losses, insides(tape), self._seed)
         self._surroundings.restore()
-        if tape.lost or not losses.requires_grad:
-            return  # operations that these rows have not met will be looked at when they are
-        if misplaced(losses, insides(tape), self._seed) is not None:
+        if wrong is not None:
             raise _Obstacle("what arrives in a row is not of that row's loss alone: rows change places, or meet")
 
 
@@ -629,7 +644,7 @@ def _near(a: Tensor, b: Tensor, scale: Tensor, eps: float, limit: float | None =
 
 def _gradient(losses: Tensor, seed: Tensor, targets: Mapping[Any, Any]) -> Gradient:
     """What arrives at each target, if anything does."""
-    if not targets:
+    if not targets or not losses.requires_grad:
         return {}
     grads = torch.autograd.grad([losses], list(targets.values()), [seed], retain_graph=True, allow_unused=True)
     return {key: g for key, g in zip(targets, grads, strict=True) if g is not None}
