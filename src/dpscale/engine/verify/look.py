@@ -286,12 +286,13 @@ class Look:
     def _around(self, i: int) -> list[Any]:
         """The rows with others in the place of all but row i; the next is tried if the model cannot take one.
 
-        The first row among copies of itself, which shows what counts rows that are alike; the second among others of
-        the batch; the third among copies of an extreme one.
+        The row in the middle, the rarest, among copies of itself, which shows what counts rows that are alike; the
+        first among others of the batch; the last among copies of an extreme one.
         """
         others = companies(self._samples, self._features, ROWS, self._rng)
         ways = [take(self._rows, [i] * ROWS), *(replaced(self._rows, take(self._batch, way), [i]) for way in others)]
-        return [*ways[i:], *ways[:i]]
+        first = (1, 0, 2)[i]
+        return [*ways[first:], *ways[:first]]
 
     def _whole_batch(self) -> None:
         """The whole batch, of which a few rows stay; the others become copies of one."""

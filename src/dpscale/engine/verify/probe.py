@@ -59,7 +59,7 @@ class Numbered(ParameterOps):
         self.outputs: list[list[Tensor]] = []
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
         self._drew = 0
-        self._start = _elsewhere()
+        self._start = host_states()
         self._given: tuple[Mapping[int, Tensor], int, int] | None = draws
         self._seed, self._dropout, self._keep = seed, dropout, keep
 
@@ -72,10 +72,6 @@ class Numbered(ParameterOps):
         inside = self.enter(func, args)
         if inside is not None:
             return inside(*args, **kwargs)
-        if getattr(func, "__name__", "") == "scaled_dot_product_attention":  # whose dropout's mask cannot be seen
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs, "dropout_p": 0.0}
-            if len(args) > 4:
-                del kwargs["dropout_p"]
         index = len(self.ran)
         inputs = _shapes((args, kwargs))
         args, kwargs, hidden = _without_hidden_dropout(func, args, kwargs)
@@ -101,11 +97,11 @@ class Numbered(ParameterOps):
     @property
     def draws_elsewhere(self) -> bool:
         """Whether numbers were drawn from Python's or numpy's generators, which know nothing of rows."""
-        return _elsewhere() != self._start
+        return host_states() != self._start
 
     def __enter__(self) -> Self:
         if not self.ran:
-            self._start = _elsewhere()
+            self._start = host_states()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -368,11 +364,6 @@ def set_random_states(states: list[Any]) -> None:
     np.random.set_state(states[1])
     for generator, state in zip(_generators(), states[2:], strict=True):
         generator.set_state(state)
-
-
-def _elsewhere() -> tuple[Any, ...]:
-    numpy: Any = np.random.get_state()
-    return random.getstate(), numpy[1].tobytes(), numpy[2]
 
 
 def _generators() -> list[torch.Generator]:
