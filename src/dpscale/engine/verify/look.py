@@ -231,9 +231,10 @@ class Look:
             except Exception:  # rows that were put together need not be such as the model takes
                 self._surroundings.restore()
                 continue
-            theirs = self._left_behind()
+            if i == 1:  # what one row's company leaves behind is enough
+                self._surroundings.compare(left, self._left_behind())
+            self._surroundings.restore()
             self._unmoved(base, mode, self._rows, data, ours, losses, i)
-            self._surroundings.compare(left, theirs)
             found = mode, arrived
             if probe is None or (not probe.lost and len(probe.calls) == len(base.calls)):
                 break  # others may run other operations, where a model asks whether a mask is all ones
@@ -255,8 +256,8 @@ class Look:
                 )
 
     def _among_nothing(self, base: Any, ours: Tensor, left: dict[str, Any]) -> None:
-        """Each row with empty ones around it."""
-        for i in range(ROWS):
+        """Rows with empty ones around them: the rarest, and another."""
+        for i in (1,) if self._again else (1, 0):
             mode, data = Numbered(self._seed), replaced(self._rows, neutral(self._rows), [i])
             try:
                 losses = self._run(mode, data)
@@ -265,9 +266,10 @@ class Look:
             except Exception:  # a model need not take them
                 self._surroundings.restore()
                 return
-            theirs = self._left_behind()
+            if i == 1:
+                self._surroundings.compare(left, self._left_behind())
+            self._surroundings.restore()
             self._unmoved(base, mode, self._rows, data, ours, losses, i)
-            self._surroundings.compare(left, theirs)
 
     def _unmoved(self, base: Any, mode: Any, ours: Any, theirs: Any, a: Tensor, b: Tensor, i: int) -> None:
         """Refuse a row whose loss is another in other company.
@@ -388,8 +390,8 @@ class Look:
     # 2 and 5: alone
 
     def _alone(self, base: Any, losses: Tensor) -> None:
-        """Each of two rows as a batch of one."""
-        for i in sorted({0, ROWS - 1}):
+        """Rows as batches of one: the rarest, and another."""
+        for i in (1,) if self._again else (1, 0):
             mode = Numbered(self._seed, draws=(base.draws, i, ROWS))
             try:
                 alone = self._run(mode, take(self._rows, [i]))

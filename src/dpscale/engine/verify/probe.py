@@ -94,18 +94,14 @@ class Numbered(ParameterOps):
             self.outputs.append([t.detach().clone() for t in tree_leaves(made) if isinstance(t, Tensor)])
         return out
 
-    @property
-    def draws_elsewhere(self) -> bool:
-        """Whether numbers were drawn from Python's or numpy's generators, which know nothing of rows."""
-        return host_states() != self._start
-
     def __enter__(self) -> Self:
-        if not self.ran:
+        if not self._entered:
             self._start = host_states()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self.unmatched |= self.draws_elsewhere
+        if not self._entered:  # numbers from Python's or numpy's generators know nothing of rows
+            self.unmatched |= host_states() != self._start
         super().__exit__(*error)
 
     def _note_precision(self, made: Any) -> None:

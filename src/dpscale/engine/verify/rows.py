@@ -56,7 +56,9 @@ class Novelty:
         if self._range is None or self._range.shape[1] != rows.shape[1]:
             return np.arange(len(rows))
         low, high = self._range
-        strange = ((rows < low) | (rows > high)).any(1)
+        many = np.array([len(values) > FEW for values in self._values])
+        margin = np.where(many, 0.1 * (high - low), 0.0)  # of many values there is always a next extreme
+        strange = ((rows < low - margin) | (rows > high + margin)).any(1)
         for k, values in enumerate(self._values):
             if len(values) <= FEW and not values.issuperset(np.unique(rows[:, k]).tolist()):
                 strange |= ~np.isin(rows[:, k], list(values))

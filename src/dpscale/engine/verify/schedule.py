@@ -62,7 +62,7 @@ class Schedule:
             self._sizes.append(size)
             return new if len(new) < size else []
         self.only_shapes = False
-        if not min(self._sizes) <= size <= max(self._sizes):  # a forward may do otherwise with more rows than ever
+        if not 0.9 * min(self._sizes) <= size <= 1.1 * max(self._sizes):  # a forward may do otherwise with more rows
             self._sizes.append(size)
             return new
         affordable = self._spent <= SHARE * (now - (self._started or now))
