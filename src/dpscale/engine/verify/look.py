@@ -15,6 +15,7 @@ Where that cannot be told, the model is right but cannot be followed: it is run 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ class Look:
         self._rng = np.random.default_rng(seed)
         self._rows = take(batch, self._kept)
         self._moved: tuple[Any, Any, int] | None = None
-        self._samples = count_of(batch)
+        self._samples, self._eps = count_of(batch), 0.0
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self) -> Finding:
@@ -133,6 +134,7 @@ class Look:
         parameters = self._subject.parameters
         base = Probe(parameters, ROWS, self._seed, growth) if growth.aligned else Numbered(self._seed)
         losses = self._run(base, self._rows)
+        self._eps = base.eps
         # Backwards come before the state is put back: hooks may read what this forward has left.
         arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
         plain = [self._plain(base, losses, weights) for weights in (_MIDDLE, _MIXED)]
@@ -146,8 +148,6 @@ class Look:
         self._among_nothing(base, losses, left)
         self._alone(base, losses)
         self._collated()
-        if self._whole:
-            self._whole_batch()
         self._require_no_count(losses)
         self._at_other_draws(base)
         try:
@@ -156,8 +156,9 @@ class Look:
             sites = _attributed(base, [probe for probe, _ in others], arrived, growth)
             self._check_backward(base, arrived, others)
             self._check_credit(base, sites, arrived, plain)
-            self._check_whole_credit(base, sites)
+            self._whole_batch(base, sites)
         except _Obstacle as obstacle:
+            self._whole_batch()
             return Finding((), str(obstacle), obstacle.lasting)
         if self._moved is not None:  # by a little, and its rows are where they were
             self._refuse(*self._moved)
@@ -296,22 +297,42 @@ class Look:
         first = (1, 0, 2)[i]
         return [*ways[first:], *ways[:first]]
 
-    def _whole_batch(self) -> None:
-        """The whole batch, of which a few rows stay; the others become copies of one."""
-        samples = self._samples
-        if samples <= 1:
-            return
-        keep = sorted(set(self._kept[: max(1, samples // 2)]))
-        base = Numbered(self._seed)
-        ours = self._run(base, self._batch)
+    def _whole_batch(self, base: Probe | None = None, sites: Sequence[Site] = ()) -> None:
+        """In the whole batch, too, rows keep their losses when the others become copies of one, and gradients arrive in
+        the rows that they are of, whatever the others send."""
+        wrong, losses = None, None
+        mode: Callable[[], Any] = partial(Numbered, self._seed)
+        if base is not None:
+            known = Sites()
+            for call, site in zip(base.calls, sites, strict=True):
+                known.add(call.op, site)
+            taped = partial(Tape, self._subject.parameters, None, known, self._samples, lenient=True)
+            tape = taped()
+            losses = self._run(tape, self._batch)
+            if not tape.lost and losses.requires_grad:  # what these rows have not met is looked at when it comes
+                wrong = misplaced(losses, insides(tape), self._seed)
+            if base.draws_freely:  # numbers are the same for all companies only if each operation is seeded
+                losses = None
+                self._surroundings.restore()
+            else:
+                mode = taped
+        if self._whole and self._samples > 1:
+            self._whole_company(mode, losses)
+        self._surroundings.restore()
+        if wrong is not None:
+            raise _Obstacle("what arrives in a row is not of that row's loss alone: rows change places, or meet")
+
+    def _whole_company(self, mode: Callable[[], Any], losses: Tensor | None) -> None:
+        """Some rows of the whole batch among copies of one. To rounding: rows that are packed are of other shapes."""
+        losses = self._run(mode(), self._batch) if losses is None else losses
         left = self._left_behind()
-        data = replaced(self._batch, take(self._batch, [self._kept[0]] * samples), keep)
-        mode = Numbered(self._seed)
-        losses = self._run(mode, data)
-        theirs = self._left_behind()
+        keep = sorted(set(self._kept[: max(1, self._samples // 2)]))
+        data = replaced(self._batch, take(self._batch, [self._kept[0]] * self._samples), keep)
+        others = self._run(mode(), data)
+        self._surroundings.compare(left, self._left_behind())
         for i in keep:
-            self._unmoved(base, mode, self._batch, data, ours, losses, i)
-        self._surroundings.compare(left, theirs)
+            if not _same(losses[i], others[i]) and not _near(losses[i], others[i], losses, self._eps, 64 * self._eps):
+                self._refuse(self._batch, data, i)
 
     def _require_no_count(self, losses: Tensor) -> None:
         """A number that the forward itself changes must not be computed with: a compiled step would have it in it."""
@@ -434,11 +455,11 @@ class Look:
         """Rows as ``collate_fn`` gives them for one sample alone. It may have put them into another order."""
         if not self._singles:
             return
-        together = Numbered(self._seed, dropout=False)
+        together = Numbered(self._seed)
         losses = torch.cat([self._run(together, part).detach() for part in (self._batch, *self._rest)])
         self._surroundings.restore()
         for single in self._singles.values():
-            alone = Numbered(self._seed, dropout=False)
+            alone = Numbered(self._seed)
             try:
                 own = self._run(alone, single)[0]
             except UnsupportedModel:
@@ -504,23 +525,6 @@ class Look:
         parameters = self._subject.parameters
         targets = {("leaf", n): t for n, t in base.leaves.items()} | {("past", n): t for n, t in parameters.items()}
         return _gradient(losses, torch.tensor(weights, dtype=losses.dtype, device=losses.device), targets)
-
-    def _check_whole_credit(self, base: Probe, sites: Sequence[Site]) -> None:
-        """In the whole batch, too, each loss sends gradients to its own rows alone, whatever the others send."""
-        known = Sites()
-        for call, site in zip(base.calls, sites, strict=True):
-            known.add(call.op, site)
-        samples = count_of(self._batch)
-        tape = Tape(self._subject.parameters, None, known, samples, lenient=True)
-        losses = self._run(tape, self._batch)
-        wrong = None
-        if (
-            not tape.lost and losses.requires_grad
-        ):  # operations that these rows have not met are looked at when they are
-            wrong = misplaced(losses, insides(tape), self._seed)
-        self._surroundings.restore()
-        if wrong is not None:
-            raise _Obstacle("what arrives in a row is not of that row's loss alone: rows change places, or meet")
 
 
 def _attributed(base: Probe, others: Sequence[Probe], arrived: Sequence[Gradient], growth: Growth) -> list[Site]:

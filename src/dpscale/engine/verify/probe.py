@@ -1,8 +1,8 @@
 """Runs of a model on a few rows that can be compared operation by operation.
 
 Two runs of one forward draw the same random numbers, however many rows each has: the generators are seeded anew for
-each operation that draws. Dropout is written as a product with a mask, so that a row alone can be given its own part of
-the mask that was drawn for the whole.
+each operation that draws, and a row alone is given its own part of what was drawn for the whole. Dropout is left out:
+what it does to rows is looked at in the whole batch.
 """
 
 import random
@@ -39,19 +39,17 @@ class Numbered(ParameterOps):
 
     Args:
         seed: of the run; operations draw alike in runs of the same seed.
-        dropout: False leaves dropout out.
         draws: random numbers of another run, by their number, and which of its rows this run has.
         keep: hold what every operation gave, to find out where samples meet.
     """
 
     def __init__(
-        self, seed: int, *, dropout: bool = True, draws: tuple[Mapping[int, Tensor], int, int] | None = None,
-        keep: bool = False,
-    ) -> None:  # fmt: skip
+        self, seed: int, *, draws: tuple[Mapping[int, Tensor], int, int] | None = None, keep: bool = False
+    ) -> None:
         super().__init__()
-        self._number(seed, dropout, draws, keep)
+        self._number(seed, draws, keep)
 
-    def _number(self, seed: int, dropout: bool = True, draws: Any = None, keep: bool = False) -> None:
+    def _number(self, seed: int, draws: Any = None, keep: bool = False) -> None:
         self.ran: list[RanOp] = []
         self.draws: dict[int, Tensor] = {}
         self.draws_freely = False  # whether anything but dropout drew: a branch may ask for it
@@ -61,7 +59,7 @@ class Numbered(ParameterOps):
         self._drew = 0
         self._start = host_states()
         self._given: tuple[Mapping[int, Tensor], int, int] | None = draws
-        self._seed, self._dropout, self._keep = seed, dropout, keep
+        self._seed, self._keep = seed, keep
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,7 +85,7 @@ class Numbered(ParameterOps):
         if drew:
             made = out = self._drawn(made, out)
             self._drew += 1
-            self.draws_freely |= getattr(func, "__name__", "") not in _DROPOUT
+            self.draws_freely = True
         self.ran[index] = RanOp(func, inputs, _shapes(made))
         self._note_precision(made)
         if self._keep:
@@ -114,10 +112,10 @@ class Numbered(ParameterOps):
         return self.pass_by(func, args, kwargs)
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it, dropout as a product."""
+        """Run it; dropout is left out."""
         name = getattr(func, "__name__", "")
         if name in _DROPOUT:
-            return self._dropped(name, *args, **kwargs)
+            return args[0]
         if name in ("rrelu", "rrelu_"):  # draws for some entries only: its mean slope in its place
             return torch.nn.functional.leaky_relu(args[0], 11 / 48)
         return func(*args, **kwargs)
@@ -125,17 +123,8 @@ class Numbered(ParameterOps):
     def drawn_inside(self) -> None:
         """An operation that consumes parameters draws: run again, it would draw something else."""
 
-    def _dropped(self, name: str, input: Tensor, p: float = 0.5, train: bool = True, **kwargs: Any) -> Tensor:
-        p, train = kwargs.get("p", p), kwargs.get("training", train)
-        if not (train and p > 0 and self._dropout):
-            return input
-        mask = self._own_part(getattr(torch, name.rstrip("_"))(torch.ones_like(input), p, True).detach())
-        return input.mul_(mask) if name.endswith("_") else input * mask
-
     def _drawn(self, made: Any, out: Any) -> Any:
         """What an operation drew, or that of the other run."""
-        if self._drew in self.draws:  # dropout's mask, which is noted
-            return out
         if not isinstance(made, Tensor):
             self.unmatched = True
             return out
@@ -204,11 +193,9 @@ class Probe(Numbered, Tape):
         return next(iter(self.leaves.values())).device
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tape it; of dropout on a parameter, note the mask."""
-        name = getattr(func, "__name__", "")
-        if name in _DROPOUT:
-            self._dropped(name, torch.ones_like(args[0]), *args[1:], **kwargs)
-            _seed(self._seed + self._drew)
+        """Tape it; dropout on a parameter drops nothing."""
+        if getattr(func, "__name__", "") in _DROPOUT:
+            args, kwargs = (args[0], 0.0, *args[2:]), {name: value for name, value in kwargs.items() if name != "p"}
         return Tape.meet(self, func, args, kwargs)
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
