@@ -8,7 +8,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +36,7 @@ from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.evaluate import evaluate, exactly
 from dpscale.engine.identity import identity
 from dpscale.engine.modules import structure
-from dpscale.engine.phases import cold_start, phase
+from dpscale.engine.phases import cold_start, phase, waiting
 from dpscale.engine.recorder import Recorder
 from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules.forms import Dense
@@ -166,7 +165,7 @@ class Engine:
         kept = choose(rows, available, [i for i in first or () if mask[i]], ROWS, rng)
         seed = 1_000_003 * number
         try:
-            with nullcontext() if number else phase("checking"):  # later looks are short
+            with waiting() if number else phase("checking"):  # later looks are short, as a rule
                 look = Look(
                     subject, batch, rows, kept, singles=singles, rest=rest, again=kind in self._looked,
                     whole=not self._schedule.only_shapes, seed=seed,

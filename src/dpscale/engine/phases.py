@@ -79,6 +79,16 @@ def _tell(name: Phase | None) -> None:
         listener(name)
 
 
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Whoever waits in here is told so by `still_at`, if it takes long."""
+    told = _told.set(_told.get() or [time.perf_counter()])
+    try:
+        yield
+    finally:
+        _told.reset(told)
+
+
 def still_at(what: str) -> None:
     """Say so if whoever waits has heard nothing for a while. A warning: it is seen without any setting."""
     now, told = time.perf_counter(), _told.get()
