@@ -430,7 +430,7 @@ def privatize(
             that ``loss_fn`` reads from attributes of objects that are no modules of the model are taken as they are at
             that first batch.
 
-    What comes before the first step (inspection, compilation) is logged by the logger ``dpscale`` at level INFO, with
+    What comes before the first step (checks, compilation) is logged by the logger ``dpscale`` at level INFO, with
     its seconds.
 
     Example:

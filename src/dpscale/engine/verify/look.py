@@ -232,9 +232,7 @@ class Look:
             except Exception:  # rows that were put together need not be such as the model takes
                 self._surroundings.restore()
                 continue
-            if i == 1:  # what one row's company leaves behind is enough
-                self._surroundings.compare(left, self._left_behind())
-            self._surroundings.restore()
+            self._surroundings.compare(left, self._left_behind())
             self._unmoved(base, mode, self._rows, data, ours, losses, i)
             found = mode, arrived
             if probe is None or (not probe.lost and len(probe.calls) == len(base.calls)):
@@ -258,7 +256,7 @@ class Look:
 
     def _among_nothing(self, base: Any, ours: Tensor, left: dict[str, Any]) -> None:
         """Rows with empty ones around them: the rarest, and another."""
-        for i in (1,) if self._again else (1, 0):
+        for i in (1, 0):
             mode, data = Numbered(self._seed), replaced(self._rows, neutral(self._rows), [i])
             try:
                 losses = self._run(mode, data)
@@ -267,9 +265,7 @@ class Look:
             except Exception:  # a model need not take them
                 self._surroundings.restore()
                 return
-            if i == 1:
-                self._surroundings.compare(left, self._left_behind())
-            self._surroundings.restore()
+            self._surroundings.compare(left, self._left_behind())
             self._unmoved(base, mode, self._rows, data, ours, losses, i)
 
     def _unmoved(self, base: Any, mode: Any, ours: Any, theirs: Any, a: Tensor, b: Tensor, i: int) -> None:
