@@ -255,8 +255,8 @@ class Look:
                 )
 
     def _among_nothing(self, base: Any, ours: Tensor, left: dict[str, Any]) -> None:
-        """Rows with empty ones around them: the rarest, and another."""
-        for i in (1, 0):
+        """Each row with empty ones around it."""
+        for i in range(ROWS):
             mode, data = Numbered(self._seed), replaced(self._rows, neutral(self._rows), [i])
             try:
                 losses = self._run(mode, data)

@@ -77,13 +77,14 @@ class Novelty:
 def choose(
     rows: Features | None, available: NDArray[np.int64], first: Sequence[int], count: int, rng: np.random.Generator
 ) -> list[int]:
-    """Rows to keep, as different as they are: ``first`` before any other, then the rarest, then extremes, then any.
+    """Rows to keep, as different as they are: ``first``, the rarest, extremes, any; and last one that is like most.
 
     Repeated where there are few. The one that comes first stands in the middle: whatever is sorted by what sets it
     apart, up or down, moves it.
     """
-    chosen = [int(i) for i in rng.permutation(np.asarray(first, dtype=np.int64))][:count]
+    chosen = [int(i) for i in rng.permutation(np.asarray(first, dtype=np.int64))][: max(1, count - 1)]
     candidates: list[int] = []
+    common = rng.permutation(available).tolist()
     if rows is not None and rows.shape[1] and len(available):
         own = rows[available]
         alike = _shared(own)
@@ -91,10 +92,12 @@ def choose(
         candidates += available[rarest[np.argsort(alike[rarest], kind="stable")]].tolist()[:2]
         for column in rng.permutation(np.flatnonzero(np.ptp(own, axis=0) > 0)):
             candidates += [int(available[own[:, column].argmin()]), int(available[own[:, column].argmax()])]
+        common = available[rng.permutation(np.flatnonzero(alike == alike.max()))].tolist() + common
     candidates += rng.permutation(available).tolist()
-    for i in candidates:
-        if i not in chosen and len(chosen) < count:
-            chosen.append(i)
+    for most, some in ((count - 1, candidates), (count, common)):
+        for i in some:
+            if i not in chosen and len(chosen) < most:
+                chosen.append(i)
     chosen = [chosen[k % len(chosen)] for k in range(count)]
     middle = count // 2
     chosen[0], chosen[middle] = chosen[middle], chosen[0]
