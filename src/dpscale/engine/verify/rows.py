@@ -38,7 +38,8 @@ def _columns(t_BN: Tensor) -> Iterator[Tensor]:
     yield (t_BN != 0).sum(1).double()
     if t_BN.is_floating_point() or t_BN.is_complex():
         yield torch.isfinite(t_BN).all(1).double()
-    elif t_BN.dtype != torch.bool:
+        t_BN = torch.nan_to_num(t_BN.abs() if t_BN.is_complex() else t_BN, 0.0)
+    if t_BN.dtype != torch.bool:
         yield (t_BN < 0).sum(1).double()
         yield t_BN.amin(1).double()
         yield t_BN.amax(1).double()
