@@ -232,8 +232,9 @@ class Look:
             except Exception:  # rows that were put together need not be such as the model takes
                 self._surroundings.restore()
                 continue
-            self._surroundings.compare(left, self._left_behind())
+            theirs = self._left_behind()
             self._unmoved(base, mode, self._rows, data, ours, losses, i)
+            self._surroundings.compare(left, theirs)
             found = mode, arrived
             if probe is None or (not probe.lost and len(probe.calls) == len(base.calls)):
                 break  # others may run other operations, where a model asks whether a mask is all ones
@@ -265,8 +266,9 @@ class Look:
             except Exception:  # a model need not take them
                 self._surroundings.restore()
                 return
-            self._surroundings.compare(left, self._left_behind())
+            theirs = self._left_behind()
             self._unmoved(base, mode, self._rows, data, ours, losses, i)
+            self._surroundings.compare(left, theirs)
 
     def _unmoved(self, base: Any, mode: Any, ours: Any, theirs: Any, a: Tensor, b: Tensor, i: int) -> None:
         """Refuse a row whose loss is another in other company.
@@ -325,10 +327,11 @@ class Look:
         keep = sorted(set(self._kept[: max(1, self._samples // 2)]))
         data = replaced(self._batch, take(self._batch, [self._kept[0]] * self._samples), keep)
         others = self._run(mode(), data)
-        self._surroundings.compare(left, self._left_behind())
+        theirs = self._left_behind()
         for i in keep:
             if not _same(losses[i], others[i]) and not _near(losses[i], others[i], losses, self._eps, 64 * self._eps):
                 self._refuse(self._batch, data, i)
+        self._surroundings.compare(left, theirs)
 
     def _require_no_count(self, losses: Tensor) -> None:
         """A number that the forward itself changes must not be computed with: a compiled step would have it in it."""

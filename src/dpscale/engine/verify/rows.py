@@ -53,17 +53,18 @@ class Novelty:
         self._range: Features | None = None
 
     def new(self, rows: Features) -> NDArray[np.int64]:
-        """Numbers of the rows that are like none that are known; all of them at first."""
+        """Numbers of the rows that are like none that are known, those with new values first; all of them at first."""
         if self._range is None or self._range.shape[1] != rows.shape[1]:
             return np.arange(len(rows))
         low, high = self._range
         many = np.array([len(values) > FEW for values in self._values])
         margin = np.where(many, 0.1 * (high - low), 0.0)  # of many values there is always a next extreme
-        strange = ((rows < low - margin) | (rows > high + margin)).any(1)
+        beyond = ((rows < low - margin) | (rows > high + margin)).any(1)
+        strange = np.zeros(len(rows), dtype=bool)
         for k, values in enumerate(self._values):
             if len(values) <= FEW and not values.issuperset(np.unique(rows[:, k]).tolist()):
                 strange |= ~np.isin(rows[:, k], list(values))
-        return np.flatnonzero(strange)
+        return np.concatenate([np.flatnonzero(strange), np.flatnonzero(beyond & ~strange)])
 
     def learn(self, rows: Features) -> None:
         """From now on such rows are known."""
@@ -83,7 +84,7 @@ def choose(
     Repeated where there are few. The one that comes first stands in the middle: whatever is sorted by what sets it
     apart, up or down, moves it.
     """
-    chosen = [int(i) for i in rng.permutation(np.asarray(first, dtype=np.int64))][: max(1, count - 1)]
+    chosen = [int(i) for i in first][: max(1, count - 1)]
     candidates: list[int] = []
     common = rng.permutation(available).tolist()
     if rows is not None and rows.shape[1] and len(available):
