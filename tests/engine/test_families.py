@@ -274,7 +274,8 @@ def test_other_lengths_and_batch_sizes_are_followed(family, shape):
     looks, sums = schedule.looks, schedule._sums
     for samples in (1, 9, 2, 7):
         check_norms(model, floats(5, shape)(samples))
-    assert sums == 4 and looks == 3 and schedule.looks == looks + 2 + 1  # three lengths; 1 and 9 rows; the eighth sum
+    # Three lengths; then 1 and 9 rows and the eighth sum, and at most one new extreme of the values.
+    assert sums == 4 and looks == 3 and looks + 3 <= schedule.looks <= looks + 4
 
 
 @pytest.mark.parametrize("lengths", [(4, 8), (8, 4), (1, 8)])
