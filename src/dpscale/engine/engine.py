@@ -32,7 +32,6 @@ from dpscale.engine.by_sample import sum_by_sample
 from dpscale.engine.combine import combine, gradients
 from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.compile.step import Backend, CompiledSum
-from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.evaluate import evaluate, exactly
 from dpscale.engine.identity import identity
 from dpscale.engine.modules import structure
@@ -171,7 +170,7 @@ class Engine:
                     whole=not self._schedule.only_shapes, seed=seed,
                 )  # fmt: skip
                 finding = look()
-        except UnsupportedModel:
+        except BaseException:  # whatever ended it: what was not looked at to the end is not known
             self._schedule.forget()
             raise
         self._looked.add(kind)

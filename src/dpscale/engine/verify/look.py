@@ -186,12 +186,12 @@ class Look:
             except UnsupportedModel:
                 raise
             except Exception as error:
-                self._blame(error, len(mode.ran))
+                self._blame(error)
             finally:
                 self._surroundings.restore()
         return Growth(few.ran, more.ran)
 
-    def _blame(self, error: Exception, operations: int) -> None:
+    def _blame(self, error: Exception) -> None:
         """A model that fails on its own batch is not for us to judge; one that fails on fewer rows only, is."""
         self._surroundings.restore()
         with own_randomness(self._seed), torch.enable_grad():
