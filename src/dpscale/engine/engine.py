@@ -40,12 +40,16 @@ from dpscale.engine.recorder import Recorder
 from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules.forms import Dense
 from dpscale.engine.tape.tape import Sites, UnknownOperation
-from dpscale.engine.verify.look import ROWS, Finding, Look, Subject
+from dpscale.engine.verify.glance import Glance
+from dpscale.engine.verify.look import Finding, Look, Subject
+from dpscale.engine.verify.places import ROWS
 from dpscale.engine.verify.rows import Features, choose, features
-from dpscale.engine.verify.schedule import Schedule
+from dpscale.engine.verify.schedule import Due, Schedule
 from dpscale.scaling import Scaling
 
 log = logging.getLogger("dpscale")
+
+_LOOK = Due(thorough=True)
 
 Remember = Callable[[dict[str, Tensor], slice], Mapping[str, Tensor]]
 """Per-sample vectors in place of the gradients (rows, *shape) of those rows of the batch."""
@@ -63,7 +67,7 @@ class Engine:
         self._model = weakref.ref(model)
         self._sites = Sites()
         self._schedule = Schedule()
-        self._looked: set[Any] = set()  # kinds that were
+        self._looked: dict[Any, bool] = {}  # kinds that were, and whether they draw random numbers
         self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
         backend = inductor if compile is True else compile
         self._compiled = CompiledSum(model, backend) if backend else None
@@ -141,43 +145,46 @@ class Engine:
         """
         kind = (loss, *kind_of(structure(subject.model), batch))
         rows = features(batch) if rows is None else rows
-        first = self._schedule.due(kind, shapes_of(batch), len(mask), rows)
-        if first is not None:
-            self.look(subject, batch, mask, kind, rows, first, singles, rest)
+        due = self._schedule.due(kind, shapes_of(batch), len(mask), rows)
+        if due is not None:
+            self.look(subject, batch, mask, kind, rows, due, singles, rest)
         return kind
 
     def look(
         self, subject: Subject, batch: Any, mask: Tensor, kind: Any, rows: Features | None = None,
-        first: list[int] | None = None, singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (),
+        due: Due = _LOOK, singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (),
     ) -> None:  # fmt: skip
-        """Look at some rows of a batch, and remember what was found."""
+        """Look at some rows of a batch, and remember what was found. A glance will do if it shows nothing strange."""
         available = np.flatnonzero(mask.cpu().numpy())
         if not len(available):
             self._schedule.forget()
             return
-        start = time.perf_counter()
-        if not self._schedule.looks:
+        number = self._schedule.looks
+        start, seed = time.perf_counter(), 1_000_003 * number
+        if not number:
             require_finite(subject.model)
         require_real(subject.parameters)
-        number = self._schedule.looks
-        rng = np.random.default_rng(number)
-        kept = choose(rows, available, [i for i in first or () if mask[i]], ROWS, rng)
-        seed = 1_000_003 * number
+        kept = choose(rows, available, [i for i in due.first if mask[i]], ROWS, np.random.default_rng(number))
         try:
             with waiting() if number else phase("checking"):  # later looks are short, as a rule
-                look = Look(
-                    subject, batch, rows, kept, singles=singles, rest=rest, again=kind in self._looked,
-                    whole=not self._schedule.only_shapes, seed=seed,
-                )  # fmt: skip
-                finding = look()
+                enough = not due.thorough and kind in self._looked and Glance(
+                    subject, batch, kept, sites=None if kind in self._obstacles else self._sites,
+                    draws=self._looked[kind], seed=seed,
+                )(whole=due.whole, singles=singles or {}, rest=rest)  # fmt: skip
+                if not enough:
+                    look = Look(subject, batch, rows, kept, singles=singles, rest=rest, again=kind in self._looked,
+                                seed=seed)  # fmt: skip
+                    self._learn(kind, look())
         except BaseException:  # whatever ended it: what was not looked at to the end is not known
             self._schedule.forget()
             raise
-        self._looked.add(kind)
+        self._schedule.looked(time.perf_counter() - start)
+
+    def _learn(self, kind: Any, finding: Finding) -> None:
+        self._looked[kind] = finding.draws
         for op, site in finding.sites:
             self._sites.add(op, site)
         self._note_obstacle(kind, finding)
-        self._schedule.looked(time.perf_counter() - start)
 
     def _note_obstacle(self, kind: Any, finding: Finding) -> None:
         known = self._obstacles.get(kind)

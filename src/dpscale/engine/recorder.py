@@ -24,7 +24,7 @@ from dpscale.engine.result import ScaledSum
 from dpscale.engine.tape.tape import Tape, Watched
 from dpscale.engine.verify.credit import insides, misplaced
 from dpscale.engine.verify.look import Subject
-from dpscale.engine.verify.probe import random_states, set_random_states
+from dpscale.engine.verify.randomness import random_states, set_random_states
 from dpscale.scaling import Scaling
 
 if TYPE_CHECKING:

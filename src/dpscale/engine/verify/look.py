@@ -23,19 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from dpscale.engine.combine import gradients
-from dpscale.engine.compat import tree_leaves, tree_map
+from dpscale.engine.compat import tree_map
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.layout import Layout, candidates
 from dpscale.engine.phases import still_at
-from dpscale.engine.rules import RULE_OF, Call
-from dpscale.engine.tape.tape import OpName, Site, Sites, Tape, shapes_of
+from dpscale.engine.tape.tape import OpName, Site, Sites, Tape
 from dpscale.engine.verify.credit import insides, misplaced
-from dpscale.engine.verify.probe import Growth, Numbered, Probe, ProbedCall, host_states, own_randomness
+from dpscale.engine.verify.places import ROWS, Obstacle, keeps, places
+from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe
+from dpscale.engine.verify.randomness import host_states, own_randomness
 from dpscale.engine.verify.rows import Features, companies, count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
-
-ROWS, MORE = 3, 4
-"""Rows that are looked at; one of them once more shows which dimensions grow with the batch."""
+from dpscale.engine.verify.values import Gradient, added, apart, changed, gradient, near, relative, same, size
 
 SEEDS = 8951, 18170, 2181, 3449, 31952, 5043, 8564, 5347, 10484, 4128, 12521, 49936, 23188, 8426, 1536, 35292
 """For forwards that draw: the first number that torch, random and numpy draw is near 1/32 with the first of these, near
@@ -52,9 +50,6 @@ _EACH_TIME = (
 
 _MIDDLE, _MIXED = [0.0, 1.0, 0.0], [1.0, -0.75, 0.5]
 """Weights of the rows in two mixtures of their losses."""
-
-Gradient = dict[Any, Tensor]
-"""By parameter, or by operation and output."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +70,13 @@ class Finding:
         sites: the operations that parameters meet, and where the samples are in them.
         obstacle: why rows cannot be attributed to samples, if they cannot: then the model runs sample by sample.
         lasting: whether another look at other rows would find the same obstacle.
+        draws: whether the forward draws random numbers, dropout left out.
     """
 
     sites: Sequence[tuple[OpName, Site]] = ()
     obstacle: str | None = None
     lasting: bool = True
-
-
-class _Obstacle(Exception):
-    """Rows cannot be attributed to samples."""
-
-    def __init__(self, reason: str, lasting: bool = True) -> None:
-        super().__init__(reason)
-        self.lasting = lasting
+    draws: bool = False
 
 
 class Look:
@@ -101,44 +90,47 @@ class Look:
         singles: rows of the batch that were collated alone, by their place.
         rest: other parts of the batch that these were collated with.
         again: whether such a model was looked at before, at all `SEEDS` if it draws.
-        whole: put the whole batch into other company too, for what begins with more rows.
         seed: for the runs, and for the choice of company. Apart from anything private.
     """
 
     def __init__(
         self, subject: Subject, batch: Any, rows: Features | None, kept: Sequence[int], *,
-        singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (), again: bool = False, whole: bool = True,
-        seed: int = 0,
+        singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (), again: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
         self._subject, self._batch, self._features = subject, batch, rows
         self._kept, self._singles, self._again, self._seed = list(kept), singles or {}, again, seed
-        self._ahead, self._draws, self._whole, self._rest = 0, False, whole, list(rest)
+        self._ahead, self._draws, self._rest = 0, False, list(rest)
         self._rng = np.random.default_rng(seed)
         self._rows = take(batch, self._kept)
         self._moved: tuple[Any, Any, int] | None = None
-        self._samples, self._eps = count_of(batch), 0.0
+        self._samples, self._eps, self._seeded = count_of(batch), 0.0, False
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self) -> Finding:
         """Raises `UnsupportedModel` for a model that must not be trained."""
         try:
             with torch.autograd.set_detect_anomaly(False):  # rows of nothing may well have gradients that are NaN
-                finding = self._look()
+                try:
+                    finding = self._look()
+                except DrewUnseen:  # once more, with every operation seeded
+                    self._surroundings.restore()
+                    self._seeded = True
+                    finding = self._look()
         finally:
             changed = self._surroundings.restore(thorough=True)
         self._surroundings.require_parameters_kept(changed)
-        return finding
+        return replace(finding, draws=self._seeded or self._draws)
 
     def _look(self) -> Finding:
         growth = self._growth()
         parameters = self._subject.parameters
-        base = Probe(parameters, ROWS, self._seed, growth) if growth.aligned else Numbered(self._seed)
+        base = Probe(parameters, ROWS, self._each, growth) if growth.aligned else self._numbered()
         losses = self._run(base, self._rows)
         self._eps = base.eps
         # Backwards come before the state is put back: hooks may read what this forward has left.
         arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
         plain = [self._plain(base, losses, weights) for weights in (_MIDDLE, _MIXED)]
-        left = self._left_behind()
+        left = self._surroundings.left_behind()
         if not losses.requires_grad:
             raise UnsupportedModel(
                 "The losses depend on no trainable parameter. Check requires_grad of the parameters, and that the loss "
@@ -152,12 +144,12 @@ class Look:
         self._at_other_draws(base)
         try:
             if not isinstance(base, Probe) or base.lost or any(o is None or o[0].lost for o in others):
-                raise _Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
-            sites = _attributed(base, [probe for probe, _ in others], arrived, growth)
+                raise Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
+            sites = places(base, [probe for probe, _ in others], arrived, growth)
             self._check_backward(base, arrived, others)
             self._check_credit(base, sites, arrived, plain)
             self._whole_batch(base, sites)
-        except _Obstacle as obstacle:
+        except Obstacle as obstacle:
             self._whole_batch()
             return Finding((), str(obstacle), obstacle.lasting)
         if self._moved is not None:  # by a little, and its rows are where they were
@@ -165,6 +157,14 @@ class Look:
         return Finding([(call.op, site) for call, site in zip(base.calls, sites, strict=True)])
 
     # Runs
+
+    @property
+    def _each(self) -> int | None:
+        """The seed of each operation, once it is known that some draw."""
+        return self._seed if self._seeded else None
+
+    def _numbered(self, **options: Any) -> Numbered:
+        return Numbered(self._each, **options)
 
     def _run(self, mode: Any, data: Any) -> Tensor:
         """The losses of a batch, with all randomness its own."""
@@ -179,11 +179,11 @@ class Look:
 
     def _growth(self) -> Growth:
         """Which tensors have a row for each sample."""
-        few, more = Numbered(self._seed), Numbered(self._seed)
+        few, more = self._numbered(), self._numbered()
         for mode, data in ((few, self._rows), (more, take(self._rows, [*range(ROWS), 0]))):
             try:
                 self._run(mode, data)
-            except UnsupportedModel:
+            except (UnsupportedModel, DrewUnseen):
                 raise
             except Exception as error:
                 self._blame(error)
@@ -201,74 +201,66 @@ class Look:
             "needs a certain number of rows is not one loss per sample. Let the forward take any number of rows."
         ) from error
 
-    def _left_behind(self) -> dict[str, Any]:
-        """The state after a run, which is put back."""
-        left = self._surroundings.now()
-        self._surroundings.require_parameters_kept(self._surroundings.restore())
-        return left
-
     def _arrived(self, mode: Any, losses: Tensor, i: int) -> Gradient:
         """What the loss of row i sends to each operation that parameters meet."""
         if not isinstance(mode, Probe):
             return {}
         targets = {(*call.name_of, k): edge for call in mode.calls for k, edge in call.edges.items()}
-        seed = torch.zeros_like(losses)
-        seed[i] = 1.0
-        return _gradient(losses, seed, targets)
+        return gradient(losses, [float(k == i) for k in range(ROWS)], targets)
 
     # 1, 3, 4: in other company
 
-    def _in_other_company(self, i: int, base: Any, ours: Tensor, left: dict[str, Any]) -> Any:
+    def _in_other_company(self, i: int, base: Any, ours: Tensor, left: Any) -> Any:
         """Row i with others around it: its loss, and the state afterwards, are what they were."""
         found: Any = None
-        for data in self._around(i):
-            probe = Probe(self._subject.parameters, ROWS, self._seed, like=base) if isinstance(base, Probe) else None
-            mode = probe or Numbered(self._seed)
+        for data in around(self._rows, i, self._batch, self._features, self._rng):
+            probe = Probe(self._subject.parameters, ROWS, self._each, like=base) if isinstance(base, Probe) else None
+            mode = probe or self._numbered()
             try:
                 losses = self._run(mode, data)
                 arrived = self._arrived(mode, losses, i)
-            except UnsupportedModel:
+            except (UnsupportedModel, DrewUnseen):
                 raise
             except Exception:  # rows that were put together need not be such as the model takes
                 self._surroundings.restore()
                 continue
-            theirs = self._left_behind()
-            self._unmoved(base, mode, self._rows, data, ours, losses, i)
-            self._surroundings.compare(left, theirs)
+            self._settle(base, mode, data, ours, losses, i, left)
             found = mode, arrived
             if probe is None or (not probe.lost and len(probe.calls) == len(base.calls)):
                 break  # others may run other operations, where a model asks whether a mask is all ones
         return found
 
-    def _check_backward(
-        self, base: Probe, arrived: Sequence[Gradient], others: Sequence[tuple[Probe, Gradient]]
-    ) -> None:
+    def _settle(self, base: Any, mode: Any, data: Any, ours: Tensor, losses: Tensor, i: int, left: Any) -> None:
+        """Row i and the state are what they were on our rows."""
+        theirs = self._surroundings.left_behind()
+        self._unmoved(base, mode, self._rows, data, ours, losses, i)
+        self._surroundings.compare(left, theirs)
+
+    def _check_backward(self, base: Probe, arrived: Sequence[Gradient], others: Sequence[Any]) -> None:
         """In other company the loss of a row sends the same gradients to the same places."""
         for i, (probe, theirs) in enumerate(others):
             if any(key in theirs and theirs[key].shape != g.shape for key, g in arrived[i].items()):
-                raise _Obstacle("shapes depend on the values in the batch")
-            same = base.device.type == "cpu" and [op.outputs for op in base.ran] == [op.outputs for op in probe.ran]
-            if _apart(arrived[i], theirs, 1e-4 if same else probe.eps**0.5) is not None:
+                raise Obstacle("shapes depend on the values in the batch")
+            alike = base.device.type == "cpu" and [op.outputs for op in base.ran] == [op.outputs for op in probe.ran]
+            if apart(arrived[i], theirs, 1e-4 if alike else probe.eps**0.5) is not None:
                 raise UnsupportedModel(
                     "Samples are coupled in the backward: the gradient of one sample depends on another, though no "
                     "loss does. A hook on a tensor or a module, or the backward of a custom autograd function, "
                     "computes with the whole batch. Let it treat each sample apart, or leave it out."
                 )
 
-    def _among_nothing(self, base: Any, ours: Tensor, left: dict[str, Any]) -> None:
+    def _among_nothing(self, base: Any, ours: Tensor, left: Any) -> None:
         """Each row with empty ones around it."""
         for i in range(ROWS):
-            mode, data = Numbered(self._seed), replaced(self._rows, neutral(self._rows), [i])
+            mode, data = self._numbered(), replaced(self._rows, neutral(self._rows), [i])
             try:
                 losses = self._run(mode, data)
-            except UnsupportedModel:
+            except (UnsupportedModel, DrewUnseen):
                 raise
             except Exception:  # a model need not take them
                 self._surroundings.restore()
                 return
-            theirs = self._left_behind()
-            self._unmoved(base, mode, self._rows, data, ours, losses, i)
-            self._surroundings.compare(left, theirs)
+            self._settle(base, mode, data, ours, losses, i, left)
 
     def _unmoved(self, base: Any, mode: Any, ours: Any, theirs: Any, a: Tensor, b: Tensor, i: int) -> None:
         """Refuse a row whose loss is another in other company.
@@ -276,30 +268,19 @@ class Look:
         Rounding is no reason where operations had other shapes (a model that asks whether its mask is all ones). Where
         they had not, rows may have changed places (sorted, routed): that is right if they are run sample by sample.
         """
-        if _same(a[i], b[i]):
+        if same(a[i], b[i]):
             return
         eps = max(base.eps, mode.eps)
-        if not _near(a[i], b[i], a, eps, 64 * eps):
+        if not near(a[i], b[i], a, eps, 64 * eps):
             self._refuse(ours, theirs, i)
         if [op.outputs for op in base.ran] == [op.outputs for op in mode.ran]:
             self._moved = ours, theirs, i
-
-    def _around(self, i: int) -> list[Any]:
-        """The rows with others in the place of all but row i; the next is tried if the model cannot take one.
-
-        The row in the middle, the rarest, among copies of itself, which shows what counts rows that are alike; the
-        first among others of the batch; the last among copies of an extreme one.
-        """
-        others = companies(self._samples, self._features, ROWS, self._rng)
-        ways = [take(self._rows, [i] * ROWS), *(replaced(self._rows, take(self._batch, way), [i]) for way in others)]
-        first = (1, 0, 2)[i]
-        return [*ways[first:], *ways[:first]]
 
     def _whole_batch(self, base: Probe | None = None, sites: Sequence[Site] = ()) -> None:
         """In the whole batch, too, rows keep their losses when the others become copies of one, and gradients arrive in
         the rows that they are of, whatever the others send."""
         wrong, losses = None, None
-        mode: Callable[[], Any] = partial(Numbered, self._seed)
+        mode: Callable[[], Any] = self._numbered
         if base is not None:
             known = Sites()
             for call, site in zip(base.calls, sites, strict=True):
@@ -314,22 +295,22 @@ class Look:
                 self._surroundings.restore()
             else:
                 mode = taped
-        if self._whole and self._samples > 1:
+        if self._samples > 1:
             self._whole_company(mode, losses)
         self._surroundings.restore()
         if wrong is not None:
-            raise _Obstacle("what arrives in a row is not of that row's loss alone: rows change places, or meet")
+            raise Obstacle("what arrives in a row is not of that row's loss alone: rows change places, or meet")
 
     def _whole_company(self, mode: Callable[[], Any], losses: Tensor | None) -> None:
         """Some rows of the whole batch among copies of one. To rounding: rows that are packed are of other shapes."""
         losses = self._run(mode(), self._batch) if losses is None else losses
-        left = self._left_behind()
+        left = self._surroundings.left_behind()
         keep = sorted(set(self._kept[: max(1, self._samples // 2)]))
         data = replaced(self._batch, take(self._batch, [self._kept[0]] * self._samples), keep)
         others = self._run(mode(), data)
-        theirs = self._left_behind()
+        theirs = self._surroundings.left_behind()
         for i in keep:
-            if not _same(losses[i], others[i]) and not _near(losses[i], others[i], losses, self._eps, 64 * self._eps):
+            if not same(losses[i], others[i]) and not near(losses[i], others[i], losses, self._eps, 64 * self._eps):
                 self._refuse(self._batch, data, i)
         self._surroundings.compare(left, theirs)
 
@@ -337,11 +318,11 @@ class Look:
         """A number that the forward itself changes must not be computed with: a compiled step would have it in it."""
         if not self._surroundings.count_ahead(0, buffers=False):
             return
-        with own_randomness(self._seed), torch.enable_grad(), Numbered(self._seed):
+        with own_randomness(self._seed), torch.enable_grad(), self._numbered():
             self._surroundings.count_ahead(1, buffers=False)
             later = self._subject.run(self._rows)
         self._surroundings.restore()
-        if not _same(losses, later):
+        if not same(losses, later):
             raise UnsupportedModel(_EACH_TIME)
 
     def _at_other_draws(self, base: Numbered) -> None:
@@ -356,10 +337,10 @@ class Look:
             i = k % ROWS
             own, mode = Numbered(self._seed), Numbered(self._seed)
             ours = self._run(own, self._rows)
-            left = self._left_behind()
+            left = self._surroundings.left_behind()
             data = replaced(self._rows, take(self._batch, self._rng.integers(self._samples, size=ROWS).tolist()), [i])
             losses = self._run(mode, data)
-            theirs = self._left_behind()
+            theirs = self._surroundings.left_behind()
             self._unmoved(own, mode, self._rows, data, ours, losses, i)
             self._surroundings.compare(left, theirs)
         self._seed, self._ahead = seed, 0
@@ -370,7 +351,7 @@ class Look:
         for _ in range(2):
             again.append(self._run(Numbered(self._seed), ours).detach())
             self._surroundings.restore()
-        if not _same(again[0][i], again[1][i]):
+        if not same(again[0][i], again[1][i]):
             apart = (again[0][i] - again[1][i]).abs()
             if again[0].device.type != "cpu" and bool(apart <= 1e-3 * again[0][i].abs().clamp(min=1)):
                 return  # kernels that add up in another order each time
@@ -401,9 +382,8 @@ class Look:
             for a, b, more in zip(*(run.outputs[k] for run in runs), strict=True):
                 if a.shape != b.shape:
                     return str(getattr(op.function, "__name__", "the loss"))
-                changed = _changed(a, b)
-                options = candidates(more.shape, a.shape, samples + 1, samples)
-                if bool(changed.any()) and not any(_outside(changed, layout, samples, i) for layout in options):
+                moved = changed(a, b)
+                if bool(moved.any()) and not keeps(moved, more.shape, samples, i):
                     return str(getattr(op.function, "__name__", "the loss"))
         return "the loss"
 
@@ -412,10 +392,10 @@ class Look:
     def _alone(self, base: Any, losses: Tensor) -> None:
         """Rows as batches of one: the rarest, and another."""
         for i in (1,) if self._again else (1, 0):
-            mode = Numbered(self._seed, draws=(base.draws, i, ROWS))
+            mode = self._numbered(draws=(base.draws, i, ROWS))
             try:
                 alone = self._run(mode, take(self._rows, [i]))
-            except UnsupportedModel:
+            except (UnsupportedModel, DrewUnseen):
                 raise
             except (
                 Exception
@@ -427,7 +407,7 @@ class Look:
             if drew or mode.unmatched or alone.shape != (1,):
                 continue
             eps = max(base.eps, mode.eps)
-            if not _near(losses[i], alone[0], losses, eps) and not self._by_rounding(i, losses[i] - alone[0], eps):
+            if not near(losses[i], alone[0], losses, eps) and not self._by_rounding(i, losses[i] - alone[0], eps):
                 raise UnsupportedModel(
                     f"The loss of a sample is {losses[i].item():.6g} among {ROWS} rows and {alone[0].item():.6g} "
                     "alone. It depends on how many rows are in the batch, so it is not the loss of one sample: divide "
@@ -454,21 +434,21 @@ class Look:
         """Rows as ``collate_fn`` gives them for one sample alone. It may have put them into another order."""
         if not self._singles:
             return
-        together = Numbered(self._seed)
+        together = self._numbered()
         losses = torch.cat([self._run(together, part).detach() for part in (self._batch, *self._rest)])
         self._surroundings.restore()
         for single in self._singles.values():
-            alone = Numbered(self._seed)
+            alone = self._numbered()
             try:
                 own = self._run(alone, single)[0]
-            except UnsupportedModel:
+            except (UnsupportedModel, DrewUnseen):
                 raise
             except Exception:  # a model may need several
                 continue
             finally:
                 self._surroundings.restore()
             eps = max(together.eps, alone.eps)
-            if not (together.draws or alone.draws) and not any(_near(loss, own, losses, eps) for loss in losses):
+            if not (together.draws or alone.draws) and not any(near(loss, own, losses, eps) for loss in losses):
                 raise UnsupportedModel(
                     f"A sample that is collated alone has the loss {own.item():.6g}; among others, as collate_fn puts "
                     "it, no row has. What collate_fn makes of one sample (its padding) depends on the others. Mask the "
@@ -490,32 +470,33 @@ class Look:
             if call.taped is not None and site.role in ("rows", "expanded")
         ]
         keys = [(*call.name_of, k) for call in base.calls for k in call.edges]
-        for way, name in (key for gradient in plain for key in gradient):
+        for way, name in (key for each in plain for key in each):
             if way == "past":
-                raise _Obstacle(
+                raise Obstacle(
                     f"parameter {name!r} is used where its operations cannot be seen (a compiled or scripted part, a "
                     "custom autograd function)"
                 )
         mixtures = torch.tensor([_MIDDLE, _MIXED], device=base.device)
+        together = added(arrived)
         try:
             with torch.no_grad(), torch.autocast(base.device.type, enabled=False):
-                forms = gradients([base], [[_added([row.get(key) for row in arrived]) for key in keys]])
+                forms = gradients([base], [[together.get(key) for key in keys]])
                 norms = torch.stack([form.norm2() for form in forms.values()]).sum(0).sqrt() if forms else None
         except UnsupportedModel as error:
-            raise _Obstacle(str(error)) from error
+            raise Obstacle(str(error)) from error
         except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
-            raise _Obstacle(f"an operation cannot be run for one sample ({error})") from error
+            raise Obstacle(f"an operation cannot be run for one sample ({error})") from error
         rounding = max(1e-9, base.eps**0.5)
         for weights, theirs in zip(mixtures, plain, strict=True):
             with torch.no_grad():
                 ours = {("leaf", n): form.weighted(weights) for n, form in forms.items()}
-            whole = _size(theirs)
+            whole = size(theirs)
             if not np.isfinite(whole):
                 continue
-            if (name := _apart(ours, theirs, rounding)) is not None:
-                raise _Obstacle(f"what is credited to a row is not its gradient at parameter {name[1]!r}")
-            if weights[0] == 0 and norms is not None and abs(float(norms[1]) - whole) > _relative(rounding) * whole:
-                raise _Obstacle("the norm that is credited to a row is not that of its gradient")
+            if (name := apart(ours, theirs, rounding)) is not None:
+                raise Obstacle(f"what is credited to a row is not its gradient at parameter {name[1]!r}")
+            if weights[0] == 0 and norms is not None and abs(float(norms[1]) - whole) > relative(rounding) * whole:
+                raise Obstacle("the norm that is credited to a row is not that of its gradient")
 
     def _plain(self, base: Any, losses: Tensor, weights: Sequence[float]) -> Gradient:
         """Autograd's gradient of a weighted sum of the losses, by way of what was taped, and past it."""
@@ -523,161 +504,16 @@ class Look:
             return {}
         parameters = self._subject.parameters
         targets = {("leaf", n): t for n, t in base.leaves.items()} | {("past", n): t for n, t in parameters.items()}
-        return _gradient(losses, torch.tensor(weights, dtype=losses.dtype, device=losses.device), targets)
+        return gradient(losses, weights, targets)
 
 
-def _attributed(base: Probe, others: Sequence[Probe], arrived: Sequence[Gradient], growth: Growth) -> list[Site]:
-    """Where the samples are in each operation that parameters meet."""
-    known = [{c.name_of: c for c in other.calls} for other in others]
-    if any(len(calls) != len(base.calls) for calls in known):
-        raise _Obstacle("which operations run depends on the values in the batch")
-    sites = []
-    for call in base.calls:
-        same = [calls[call.name_of] for calls in known]
-        grads = [[row.get((*call.name_of, k)) for k in call.edges] for row in arrived]
-        sites.append(_site(call, same, grads, growth))
-    return sites
+def around(rows: Any, i: int, batch: Any, features: Features | None, rng: np.random.Generator) -> list[Any]:
+    """The rows with others in the place of all but row i: a few ways, should a model not take one.
 
-
-def _site(
-    call: ProbedCall, others: Sequence[ProbedCall], grads: Sequence[Sequence[Tensor | None]], growth: Growth
-) -> Site:
-    """What the evidence says about one operation."""
-    if call.role == "shared":
-        try:
-            constant = all(all(map(_same, _read(call), _read(other))) for other in others)
-        except RuntimeError as error:  # tensors of torch.vmap, which are gone with it
-            raise _Obstacle(f"{call.name} runs inside of torch.vmap") from error
-        if not constant:
-            raise _Obstacle(f"what meets the parameter in {call.name} depends on the values in the batch")
-        return Site("shared", constants=frozenset({shapes_of(call.constants)}))
-    if call.role not in ("rows", "expanded"):
-        return Site(call.role)
-    if not call.edges:
-        return Site("plain")
-    layouts = {}
-    for place, j in enumerate(call.edges):
-        touched = [g[place] for g in grads]
-        changed = [_changed_or_obstacle(call, call.outputs[j], other.outputs[j]) for other in others]
-        layouts[f"out{j}"] = _layout(call, *growth.of_output(call.index, j), changed, touched, True)
-    if call.role == "expanded":
-        return Site("expanded", layouts=layouts)
-    rule = RULE_OF.get(call.op.function)
-    if rule is not None and call.taped is not None and not call.complex:  # rules are written for real numbers
-        arguments = rule.bind(call.taped.args, call.taped.kwargs)
-        flat = tree_leaves((call.taped.args, call.taped.kwargs))
-        parameters = [flat[k] for k in call.taped.keys]
-        wanted = frozenset(n for n, a in arguments.items() if any(a is p for p in parameters))
-        trial = Call(call.op.function, arguments, ROWS, next(iter(layouts.values())), {}, wanted)
-        if wanted <= set(rule.trainable) and rule.accepts(trial):
-            return Site("rows", rule, layouts)
-    if call.draws:
-        raise _Obstacle(f"{call.name} draws random numbers inside")
-    tensors = [k for k, t in enumerate(call.inputs) if isinstance(t, Tensor)]
-    for k in sorted(call.growing):
-        changed = [_changed_or_obstacle(call, call.inputs[k], other.inputs[k]) for other in others]
-        shapes = growth.of_input(call.index, tensors.index(k))
-        layouts[str(k)] = _layout(call, *shapes, changed, [None] * ROWS, False)
-    return Site("rows", None, layouts)
-
-
-_LIKE = {"view_as", "reshape_as", "expand_as", "type_as"}
-_OVERWRITE = {"__setitem__", "copy_"}
-
-
-def _read(call: ProbedCall) -> Sequence[Tensor]:
-    """The constants whose values an operation reads: others may be memory that was never written."""
-    name = getattr(call.op.function, "__name__", "")
-    return call.constants[len(call.constants) if name in _LIKE else name in _OVERWRITE :]
-
-
-def _layout(
-    call: ProbedCall, more: torch.Size, shape: torch.Size, changed: Sequence[Tensor], touched: Sequence[Tensor | None],
-    strict: bool,
-) -> Layout:  # fmt: skip
-    """The one layout that the evidence allows: a row keeps its own in other company, and sends gradients to it."""
-    options = candidates(more, shape, MORE, ROWS)
-
-    def agrees(layout: Layout) -> bool:
-        owner = layout.spread(torch.arange(ROWS, device=changed[0].device), changed[0])
-        kept = all(not bool((mask & (owner == i)).any()) for i, mask in enumerate(changed))
-        return kept and all(
-            g is None or not bool(((g != 0) & torch.isfinite(g) & (owner != i)).any()) for i, g in enumerate(touched)
-        )
-
-    agree = [layout for layout in options if agrees(layout)]
-    if not agree:
-        raise _Obstacle(
-            f"the rows of {call.name} are no sample's own in a way that repeats (sorted, packed or gathered?)"
-        )
-    if strict and len(agree) > 1:
-        raise _Obstacle(
-            f"it cannot be told which rows of {call.name}, of shape {tuple(shape)}, belong to which sample", False
-        )
-    return agree[0]
-
-
-def _changed_or_obstacle(call: ProbedCall, ours: Tensor, theirs: Tensor) -> Tensor:
-    if ours.shape != theirs.shape:
-        raise _Obstacle(f"the shape of {call.name} depends on the values in the batch")
-    return _changed(ours, theirs)
-
-
-def _outside(changed: Tensor, layout: Layout, samples: int, i: int) -> bool:
-    """Whether nothing of sample i changed."""
-    owner = layout.spread(torch.arange(samples, device=changed.device), changed)
-    return not bool((changed & (owner == i)).any())
-
-
-def _changed(a: Tensor, b: Tensor) -> Tensor:
-    return a.ne(b) & ~(a.ne(a) & b.ne(b))
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """To the bit; NaN is NaN."""
-    return a.shape == b.shape and not bool(_changed(a.detach(), b.detach()).any())
-
-
-def _near(a: Tensor, b: Tensor, scale: Tensor, eps: float, limit: float | None = None) -> bool:
-    """To rounding, relative to the scale; what is not finite is the same."""
-    a, b, scale = (t.detach().double() for t in (a, b, scale))
-    if not bool(torch.isfinite(a)) or not bool(torch.isfinite(b)):
-        return True
-    finite = scale[torch.isfinite(scale)].abs()
-    limit = max(eps, 2.0**-36) ** 0.5 if limit is None else limit
-    return bool((a - b).abs() <= limit * torch.cat([finite.flatten(), b.abs().view(1)]).max())
-
-
-def _gradient(losses: Tensor, seed: Tensor, targets: Mapping[Any, Any]) -> Gradient:
-    """What arrives at each target, if anything does."""
-    if not targets or not losses.requires_grad:
-        return {}
-    grads = torch.autograd.grad([losses], list(targets.values()), [seed], retain_graph=True, allow_unused=True)
-    return {key: g for key, g in zip(targets, grads, strict=True) if g is not None}
-
-
-def _size(gradient: Gradient) -> float:
-    return float(torch.stack([torch.linalg.vector_norm(g) for g in gradient.values()]).norm()) if gradient else 0.0
-
-
-def _apart(ours: Gradient, theirs: Gradient, rounding: float) -> Any:
-    """The first name at which two gradients differ by more than rounding, relative to it and to the whole."""
-    whole = _size(theirs)
-    if not np.isfinite(whole):
-        return None
-    for name in [*theirs, *(ours.keys() - theirs.keys())]:
-        a, b = ours.get(name), theirs.get(name)
-        off = torch.linalg.vector_norm(a - b if a is not None and b is not None else a if b is None else b)
-        if float(off) > _relative(rounding) * (_size({name: b}) if b is not None else 0.0) + rounding * whole:
-            return name
-    return None
-
-
-def _relative(rounding: float) -> float:
-    """By how much of itself a gradient may be off: in 16 bits, too, half of it is not rounding."""
-    return min(10 * rounding, 0.25)
-
-
-def _added(grads: Sequence[Tensor | None]) -> Tensor | None:
-    there = [g for g in grads if g is not None]
-    return torch.stack(there).sum(0) if there else None
+    First for the row in the middle, the rarest: among copies of itself, which shows what counts rows that are alike;
+    for the first: among others of the batch; for the last: among copies of an extreme one.
+    """
+    others = companies(count_of(batch), features, ROWS, rng)
+    ways = [take(rows, [i] * ROWS), *(replaced(rows, take(batch, way), [i]) for way in others)]
+    first = (1, 0, 2)[i]
+    return [*ways[first:], *ways[:first]]

@@ -1,17 +1,14 @@
-"""Runs of a model on a few rows that can be compared operation by operation.
+"""Runs of a model on a few rows that can be compared: by their losses, or operation by operation.
 
-Two runs of one forward draw the same random numbers, however many rows each has: the generators are seeded anew for
-each operation that draws, and a row alone is given its own part of what was drawn for the whole. Dropout is left out:
-what it does to rows is looked at in the whole batch.
+Dropout is left out: what it does to rows is looked at in the whole batch. Where a model draws other random numbers, two
+runs of it draw the same, however many rows each has: the generators are seeded anew for each operation that draws, and
+a row alone is given its own part of what was drawn for the whole.
 """
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -19,10 +16,36 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dpscale.engine.compat import tree_flatten, tree_leaves
 from dpscale.engine.tape.calls import as_now, result, tensors_in
 from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, constants_in
+from dpscale.engine.verify.randomness import host_states, seed_torch, torch_states
 
 Shapes = tuple[torch.Size, ...]
 
 _DROPOUT = {f"{name}dropout{end}" for name in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
+
+
+class Undropped(ParameterOps):
+    """A forward without dropout, and nothing else: the cheapest run whose losses can be compared."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs, _ = _without_hidden_dropout(func, args, kwargs or {})
+        inside = self.enter(func, args)
+        return _undropped(func, args, kwargs) if inside is None else inside(*args, **kwargs)
+
+
+def _undropped(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation; a dropout gives what it was given."""
+    name = getattr(func, "__name__", "")
+    if name in _DROPOUT:
+        return args[0]
+    if name in ("rrelu", "rrelu_"):  # draws for some entries only: its mean slope in its place
+        return torch.nn.functional.leaky_relu(args[0], 11 / 48)
+    return func(*args, **kwargs)
+
+
+class DrewUnseen(Exception):
+    """A run that was thought to draw nothing has drawn random numbers."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +61,19 @@ class Numbered(ParameterOps):
     """Counts the operations of a forward, and seeds each that draws by its number.
 
     Args:
-        seed: of the run; operations draw alike in runs of the same seed.
+        seed: of the run; operations draw alike in runs of the same seed. None: nothing draws, which saves to look
+            after every operation; `DrewUnseen` is raised at the end if something did.
         draws: random numbers of another run, by their number, and which of its rows this run has.
         keep: hold what every operation gave, to find out where samples meet.
     """
 
     def __init__(
-        self, seed: int, *, draws: tuple[Mapping[int, Tensor], int, int] | None = None, keep: bool = False
+        self, seed: int | None, *, draws: tuple[Mapping[int, Tensor], int, int] | None = None, keep: bool = False
     ) -> None:
         super().__init__()
         self._number(seed, draws, keep)
 
-    def _number(self, seed: int, draws: Any = None, keep: bool = False) -> None:
+    def _number(self, seed: int | None, draws: Any = None, keep: bool = False) -> None:
         self.ran: list[RanOp] = []
         self.draws: dict[int, Tensor] = {}
         self.draws_freely = False  # whether anything but dropout drew: a branch may ask for it
@@ -57,7 +81,7 @@ class Numbered(ParameterOps):
         self.outputs: list[list[Tensor]] = []
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
         self._drew = 0
-        self._start = host_states()
+        self._start: Any = None
         self._given: tuple[Mapping[int, Tensor], int, int] | None = draws
         self._seed, self._keep = seed, keep
 
@@ -71,22 +95,24 @@ class Numbered(ParameterOps):
         if inside is not None:
             return inside(*args, **kwargs)
         index = len(self.ran)
-        inputs = _shapes((args, kwargs))
+        inputs = _shapes((*args, *kwargs.values()))
         args, kwargs, hidden = _without_hidden_dropout(func, args, kwargs)
         self.ran.append(RanOp(func, inputs, ()))
-        _seed(self._seed + self._drew)
-        before = _states()
+        before = None
+        if self._seed is not None:
+            seed_torch(self._seed + self._drew)
+            before = torch_states()
         met = any(id(t) in self.keys for t in tensors_in(args, kwargs))
         out = (self.meet if met else self.pass_by)(func, args, kwargs)
         made = result(func, args, out)
-        drew = _states() != before
+        drew = before is not None and torch_states() != before
         if met and (hidden or drew):
             self.drawn_inside()
         if drew:
             made = out = self._drawn(made, out)
             self._drew += 1
             self.draws_freely = True
-        self.ran[index] = RanOp(func, inputs, _shapes(made))
+        self.ran[index] = RanOp(func, inputs, _shapes((made,)))
         self._note_precision(made)
         if self._keep:
             self.outputs.append([t.detach().clone() for t in tree_leaves(made) if isinstance(t, Tensor)])
@@ -94,13 +120,16 @@ class Numbered(ParameterOps):
 
     def __enter__(self) -> Self:
         if not self._entered:
-            self._start = host_states()
+            self._start = host_states(), None if self._seed is not None else torch_states()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        if not self._entered:  # numbers from Python's or numpy's generators know nothing of rows
-            self.unmatched |= host_states() != self._start
         super().__exit__(*error)
+        if not self._entered and error[0] is None:
+            host, torchs = self._start
+            self.unmatched |= host_states() != host  # numbers of Python's or numpy's generators know nothing of rows
+            if torchs is not None and torch_states() != torchs:
+                raise DrewUnseen
 
     def _note_precision(self, made: Any) -> None:
         if isinstance(made, Tensor) and made.is_floating_point():
@@ -113,12 +142,7 @@ class Numbered(ParameterOps):
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it; dropout is left out."""
-        name = getattr(func, "__name__", "")
-        if name in _DROPOUT:
-            return args[0]
-        if name in ("rrelu", "rrelu_"):  # draws for some entries only: its mean slope in its place
-            return torch.nn.functional.leaky_relu(args[0], 11 / 48)
-        return func(*args, **kwargs)
+        return _undropped(func, args, kwargs)
 
     def drawn_inside(self) -> None:
         """An operation that consumes parameters draws: run again, it would draw something else."""
@@ -178,7 +202,7 @@ class Probe(Numbered, Tape):
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], samples: int, seed: int, growth: "Growth | None" = None,
+        self, parameters: Mapping[str, Tensor], samples: int, seed: int | None, growth: "Growth | None" = None,
         like: "Probe | None" = None,
     ) -> None:  # fmt: skip
         Tape.__init__(self, parameters, None, Sites(), samples, attached=True)
@@ -313,55 +337,12 @@ class Growth:
         return self._more[index].inputs[tensor], self._few[index].inputs[tensor]
 
 
-@contextmanager
-def own_randomness(seed: int) -> Iterator[None]:
-    """Runs in here draw from ``seed`` and leave all generators, and autocast's cache, as they were."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            random.seed(seed)
-            np.random.seed(seed)
-            _seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.clear_autocast_cache()  # weights that were cast here must not be taken for the caller's own
-
-
-def random_states() -> list[Any]:
-    """Of all generators that are nobody's own."""
-    return [random.getstate(), np.random.get_state(), *(generator.get_state() for generator in _generators())]
-
-
-def host_states() -> tuple[Any, ...]:
-    """Of Python's generator and numpy's, such that two can be compared."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), kind, np.asarray(keys).tobytes(), *rest
-
-
-def set_random_states(states: list[Any]) -> None:
-    """Put them back."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    for generator, state in zip(_generators(), states[2:], strict=True):
-        generator.set_state(state)
-
-
-def _generators() -> list[torch.Generator]:
-    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [torch.default_generator, *cuda]
-
-
-def _seed(number: int) -> None:
-    for generator in _generators():
-        generator.manual_seed(number + 1)
-
-
-def _states() -> list[bytes]:
-    return [generator.get_state().numpy().tobytes() for generator in _generators()]
-
-
-def _shapes(value: Any) -> Shapes:
-    return tuple([t.shape for t in tree_leaves(value) if isinstance(t, Tensor)])
+def _shapes(values: Iterable[Any]) -> Shapes:
+    """Of the tensors among some values, containers included."""
+    found: list[torch.Size] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value.shape)
+        elif isinstance(value, (list, tuple, dict)):
+            found += [t.shape for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return tuple(found)

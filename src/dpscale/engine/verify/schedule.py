@@ -7,6 +7,7 @@ run's time, once the run is longer than a few steps.
 
 import time
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from dpscale.engine.verify.rows import Features, Novelty
 
@@ -20,12 +21,26 @@ EARLY = 16
 """Sums up to which a look is taken at the powers of two, whatever it costs."""
 
 
+@dataclass(frozen=True)
+class Due:
+    """What is due before a sum.
+
+    Attributes:
+        first: rows to look at before others.
+        thorough: a look; otherwise a glance.
+        whole: put the whole batch into other company too.
+    """
+
+    first: list[int] = field(default_factory=list)
+    thorough: bool = False
+    whole: bool = False
+
+
 class Schedule:
     """Decides before each sum whether to look, and at which rows first."""
 
     def __init__(self) -> None:
         self.looks = 0
-        self.only_shapes = False  # whether the last look was due for other shapes of samples alone
         self._sums = 0
         self._known: set[tuple[Hashable, Hashable]] = set()
         self._last = 0.0, 0.0
@@ -35,8 +50,8 @@ class Schedule:
         self._at_new_rows = 0
         self._sizes: list[int] = []
 
-    def due(self, kind: Hashable, shapes: Hashable, size: int, rows: Features | None) -> list[int] | None:
-        """Rows to look at first, maybe none; None if no look is due.
+    def due(self, kind: Hashable, shapes: Hashable, size: int, rows: Features | None) -> Due | None:
+        """What is due, if anything is.
 
         Args:
             kind: what the model and its loss are now. Never seen before: look.
@@ -50,27 +65,28 @@ class Schedule:
             self._started = now
         novelty = self._novelty.setdefault(shapes, Novelty())
         new = [] if rows is None else novelty.new(rows).tolist()
-        first = self._first(kind, shapes, size, new, now)
-        if first is not None and rows is not None:  # rows that are not looked at stay new
+        due = self._decide(kind, shapes, size, new, now)
+        if due is not None and rows is not None:  # rows that are not looked at stay new
             novelty.learn(rows)
-        return first
+        return due
 
-    def _first(self, kind: Hashable, shapes: Hashable, size: int, new: list[int], now: float) -> list[int] | None:
+    def _decide(self, kind: Hashable, shapes: Hashable, size: int, new: list[int], now: float) -> Due | None:
         if (kind, shapes) not in self._known:
-            self.only_shapes = any(known == kind for known, _ in self._known)
+            other_shapes = any(known == kind for known, _ in self._known)
             self._known.add((kind, shapes))
             self._sizes.append(size)
-            return new if len(new) < size else []
-        self.only_shapes = False
+            return Due(new if len(new) < size else [], thorough=not other_shapes)
         if not 0.9 * min(self._sizes) <= size <= 1.1 * max(self._sizes):  # a forward may do otherwise with more rows
             self._sizes.append(size)
-            return new
+            return Due(new, whole=True)
         affordable = self._spent <= SHARE * (now - (self._started or now))
         if new and (self._at_new_rows < ALWAYS or affordable):
             self._at_new_rows += 1
-            return new
+            return Due(new)
+        if affordable and self._long_ago(now):
+            return Due(thorough=True)
         power_of_two = self._sums & (self._sums - 1) == 0
-        return [] if (power_of_two and self._sums <= EARLY) or (affordable and self._long_ago(now)) else None
+        return Due(whole=True) if power_of_two and self._sums <= EARLY else None
 
     def looked(self, seconds: float) -> None:
         """A look was taken."""

@@ -7,7 +7,10 @@ change differently for different rows is told: it would carry the data out of tr
 import functools
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -26,6 +29,7 @@ _DEPTH = 5
 _LARGE = 1 << 16  # numbers of a tensor that is compared by value at the end of a look alone
 _NUMBERS = 1 << 20  # of a tensor that is compared entry by entry; of larger ones, so many entries and the sum
 _OPAQUE = (type, ModuleType, MethodType, functools.partial, torch.dtype, torch.device)
+_NAMED = ".[parameters]", ".[buffers]", ".[modules]", ".[attributes]"  # dictionaries whose entries have paths anyway
 _GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 
 
@@ -35,9 +39,10 @@ class Surroundings:
     Args:
         model: with all its modules.
         loss_fn: what it holds in its closure, defaults and globals is state too.
+        copy_large: also copy large parameters, so that those can be put back which a forward changes itself.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any = None, *, copy_large: bool = True) -> None:
         self._model = model
         self._variables = [*variables_of(loss_fn), *_read_by_forwards(model)]
         self._values = [get() for _, get, _ in self._variables]
@@ -52,17 +57,57 @@ class Surroundings:
         self._generators: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[NDArray[Any], NDArray[Any]]] = []
         self._tensors: list[tuple[str, Tensor, Tensor, int]] = []
+        self._sizes: list[int] = []  # of the containers
+        self._too_large = False  # to copy: whether it was changed is looked up by walking through everything
         for path, value in self._walk():
             if isinstance(value, Tensor):
                 if not value.is_meta and (path.startswith("model") or value.numel() <= _NUMBERS):
-                    self._tensors.append((path, value, value.detach().clone(), version(value)))
+                    copied = copy_large or value.numel() <= _LARGE or not isinstance(value, nn.Parameter)
+                    content = value.detach().clone() if copied else value.detach()
+                    self._tensors.append((path, value, content, version(value)))
+                self._too_large |= value.numel() > _NUMBERS and not path.startswith("model")
             elif isinstance(value, dict | list | set | deque):
                 self._containers.append((value, value.copy()))
+                self._sizes.append(len(value))
             elif isinstance(value, _GENERATORS):
                 self._generators.append((value, _state_of(value)))
-            elif isinstance(value, np.ndarray) and value.size <= _NUMBERS:
-                self._arrays.append((value, value.copy()))
-        self._before = self.now()
+            elif isinstance(value, np.ndarray):
+                if value.size <= _NUMBERS:
+                    self._arrays.append((value, value.copy()))
+                self._too_large |= value.size > _NUMBERS
+
+    @cached_property
+    def _before(self) -> dict[str, Any]:
+        """Of the first call, at which everything must be as it was."""
+        return self.now()
+
+    def left_behind(self) -> dict[str, Any] | None:
+        """What a run has left, as `now` has it, or None if it changed nothing. All is put back."""
+        left = self.now() if self._touched() else None
+        self.require_parameters_kept(self.restore())
+        return left
+
+    def _touched(self) -> bool:
+        """Whether anything may be another than it was; without a walk, which takes longer than a small forward."""
+        return (
+            self._too_large
+            or any(get() is not value for (_, get, _), value in zip(self._variables, self._values, strict=True))
+            or not self._same_objects()
+            or any(
+                version(t) != then
+                or (not isinstance(t, nn.Parameter) and t.numel() <= _LARGE and not _equal(t.detach(), value))
+                for _, t, value, then in self._tensors
+            )
+            or any(array.tobytes() != content.tobytes() for array, content in self._arrays)
+            or self.drew()
+        )
+
+    def _same_objects(self) -> bool:
+        """Whether all containers hold what they held; in one go, for there are a dozen to a module."""
+        if [len(container) for container, _ in self._containers] != self._sizes:
+            return False
+        filled = [pair for pair in self._containers if pair[1]]
+        return all(map(is_, _entries(own for own, _ in filled), _entries(content for _, content in filled)))
 
     def now(self) -> dict[str, Any]:
         """Everything that is no parameter, by its path, as it is now: plain values, and copies of tensors."""
@@ -87,6 +132,8 @@ class Surroundings:
         Args:
             thorough: compare large parameters by value too, not only by how often they were written.
         """
+        if not thorough and not self._touched():
+            return []
         for module, name, count in self._counts:
             if type(vars(module).get(name)) is int and vars(module)[name] != count:
                 COUNTED.setdefault(module, set()).add(name)
@@ -100,16 +147,9 @@ class Surroundings:
             if array.flags.writeable:
                 array[...] = content
         for container, content in self._containers:
-            if isinstance(container, dict):
-                if container.keys() != content.keys() or any(container[k] is not v for k, v in content.items()):
-                    container.clear()
-                    container.update(content)
-            elif isinstance(container, set):
+            if not _unchanged(container, content):
                 container.clear()
-                container.update(content)
-            elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
-                container.clear()
-                container.extend(content)
+                (container.update if isinstance(container, dict | set) else container.extend)(content)
         for path, t, value, then in self._tensors:
             if version(t) == then and t.numel() > _LARGE and t.shape == value.shape and not thorough:
                 continue
@@ -149,8 +189,11 @@ class Surroundings:
             attributes[name] = count + steps
         return bool(counters or counted)
 
-    def compare(self, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    def compare(self, ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> None:
         """Refuse what two runs on different rows left behind differently; note what counts by itself."""
+        if ours is None and theirs is None:
+            return
+        ours, theirs = (self._before if left is None else left for left in (ours, theirs))
         for path in [*ours, *(theirs.keys() - ours.keys())]:
             if path in ours and path in theirs and _equal(ours[path], theirs[path]):
                 continue
@@ -179,23 +222,17 @@ class Surroundings:
             seen.add(id(value))
             yield path, value
             below = depth if isinstance(value, nn.Module) else depth + 1
-            if below <= _DEPTH:
+            if below <= _DEPTH and not path.endswith(_NAMED):
                 waiting.extend((f"{path}{name}", each, below) for name, each in _children(value))
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
-        attributes = vars(value)
         for group, held in zip(("parameters", "buffers", "modules"), registered(value), strict=True):
             yield f".[{group}]", held
             yield from ((f".{name}", each) for name, each in list(held.items()))
-        yield ".[attributes]", attributes
-        yield from (
-            (f".{name}", each)
-            for name, each in list(attributes.items())
-            if not name.startswith("_") and name != "training"
-        )
-        yield from ((f".{n}", v) for n, v in list(attributes.items()) if n.startswith("_") and n not in _MODULE)
+        yield ".[attributes]", vars(value)
+        yield from ((f".{name}", each) for name, each in list(vars(value).items()) if name not in _REGISTERED)
     elif isinstance(value, dict):
         if len(value) <= _ENTRIES and not any(isinstance(each, nn.Module) for each in value.values()):
             yield from (
@@ -209,7 +246,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", each) for name, each in list(vars(value).items()))
 
 
-_MODULE = frozenset(vars(nn.Module()))
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules", "training"})
 
 
 def _read_by_forwards(model: nn.Module) -> Iterator[Variable]:
@@ -244,6 +281,16 @@ def _put_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.bit_generator.state = state
+
+
+def _unchanged(container: Any, content: Any) -> bool:
+    """Whether it holds the very same objects."""
+    return len(container) == len(content) and all(map(is_, _entries([container]), _entries([content])))
+
+
+def _entries(containers: Iterable[Any]) -> Iterator[Any]:
+    """What they hold, one after the other; of a dictionary, its keys and then its values."""
+    return chain.from_iterable(chain(c, c.values()) if isinstance(c, dict) else c for c in containers)
 
 
 def _inside(value: Any) -> bool:
