@@ -1,7 +1,7 @@
 """What a user waits for: the first private step, a usual one, the first at a new length, and the checks later on.
 
     python benchmarks/first_step.py                             # on two CPU threads; minutes, most of them for BERT
-    python benchmarks/first_step.py --models cnn,transformer --steps 30
+    python benchmarks/first_step.py --models tiny,cnn,transformer --steps 30
     python benchmarks/first_step.py --models bert --steps 6
 
 The loop is timed as a user writes it: ``for batch in private.batches(data): private.step(batch, loss_fn)``, on Poisson
@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 import dpscale
+from dpscale.lab.models import paper_cnn
 
 SILENCE = 3.0
 
@@ -51,7 +52,7 @@ class Setting:
         return self.samples(self.size, self.lengths[new] if self.lengths else 0)
 
 
-def cnn() -> nn.Module:
+def tiny() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 16, 5, 2, 2), nn.GroupNorm(4, 16), nn.ReLU(),
         nn.Conv2d(16, 32, 3, 2, 1), nn.GroupNorm(4, 32), nn.ReLU(),
@@ -94,7 +95,8 @@ def tokens(size: int, length: int) -> TensorDataset:
 
 
 SETTINGS = {
-    "cnn": Setting(cnn, images, batch=64, size=2000, lengths=None, rounds=20),
+    "tiny": Setting(tiny, images, batch=64, size=2000, lengths=None, rounds=20),
+    "cnn": Setting(paper_cnn, images, batch=256, size=8000, lengths=None, rounds=10),
     "transformer": Setting(Transformer, tokens, batch=32, size=1000, lengths=(32, 40), rounds=10),
     "bert": Setting(Bert, tokens, batch=8, size=400, lengths=(64, 72), rounds=3),
 }

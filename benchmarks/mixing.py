@@ -29,6 +29,9 @@ from tests import mixing as family
 from tests.mixing import Mixing
 
 RUNS, BATCHES = 100, 200
+SHOWN = 0.1
+"""Share of batches; where the mixing shows in so many, every run must be refused."""
+
 QUICK_RUNS, QUICK_BATCHES = 5, 30
 
 
@@ -69,7 +72,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=None, help=f"runs of every kind; {RUNS}, or {QUICK_RUNS} if quick")
     parser.add_argument("--quick", action="store_true", help="few runs and few batches")
     parser.add_argument("--only", default="", help="kinds whose description holds this, such as 'maximum, loss'")
-    parser.add_argument("--processes", type=int, default=2, choices=(1, 2))
+    parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     runs = args.runs or (QUICK_RUNS if args.quick else RUNS)
     batches = QUICK_BATCHES if args.quick else BATCHES
@@ -89,7 +92,12 @@ def main() -> None:
         mixing = [r for r in rows if r.mixing.mixes and r.mixing.agreement == agreement]
         if mixing:
             accepted = sum(r.accepted for r in mixing)
-            print(f"{agreement}% agree: {accepted} of {runs * len(mixing)} mixing runs accepted to the end")
+            shown = [r for r in mixing if r.shows >= SHOWN]
+            print(
+                f"{agreement}% agree: {runs * len(mixing)} mixing runs, {sum(r.first for r in mixing)} refused before "
+                f"anything was released, {sum(r.later for r in mixing)} later, {accepted} accepted to the end; of "
+                f"{len(shown)} kinds that show in a tenth of the batches, {sum(r.accepted for r in shown)} accepted"
+            )
     own = [r for r in rows if not r.mixing.mixes]
     if own:
         print(f"mixing nothing: {sum(r.accepted for r in own)} of {runs * len(own)} runs accepted to the end")
