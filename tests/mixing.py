@@ -169,10 +169,14 @@ def model_of(mixing: Mixing, seed: int) -> Mixed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``steps`` steps were released; ``refused``: the next one was not, and training ended."""
+    """``steps`` steps were released; ``refused``: the next one was not, and training ended.
+
+    Of a run that went to the end, ``shown`` is the share of its batches in which the mixing could be seen.
+    """
 
     refused: bool
     steps: int
+    shown: float = 0.0
 
 
 def run(mixing: Mixing, seed: int, steps: int = STEPS) -> Outcome:
@@ -185,13 +189,15 @@ def run(mixing: Mixing, seed: int, steps: int = STEPS) -> Outcome:
         noise_multiplier=1.0,
     )
     private = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.01), plan, seed=seed)
-    loss = loss_of(mixing)
+    loss, drawn = loss_of(mixing), []
     try:
         for batch in private.batches(data):
+            drawn.append(batch.data)
             private.step(batch, loss)
     except dpscale.UnsupportedModel:
         return Outcome(True, private.steps_taken)
-    return Outcome(False, private.steps_taken)
+    shown = sum(shows(mixing, batch) for batch in drawn) / len(drawn) if mixing.mixes else 0.0
+    return Outcome(False, private.steps_taken, shown)
 
 
 def draw(mixing: Mixing, seed: int) -> Batch:

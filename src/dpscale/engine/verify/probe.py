@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpscale.engine.compat import tree_flatten, tree_leaves
+from dpscale.engine.modules import PLAIN
 from dpscale.engine.tape.calls import as_now, result, tensors_in
 from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, constants_in
 from dpscale.engine.verify.randomness import host_states, seed_torch, torch_states
@@ -343,6 +344,6 @@ def _shapes(values: Iterable[Any]) -> Shapes:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value.shape)
-        elif isinstance(value, (list, tuple, dict)):
+        elif not isinstance(value, PLAIN):  # containers of any kind, batches of ours too
             found += [t.shape for t in tree_leaves(value) if isinstance(t, Tensor)]
     return tuple(found)
