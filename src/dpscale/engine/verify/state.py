@@ -232,7 +232,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
             yield f".[{group}]", held
             yield from ((f".{name}", each) for name, each in list(held.items()))
         yield ".[attributes]", vars(value)
-        yield from ((f".{name}", each) for name, each in list(vars(value).items()) if name not in _REGISTERED)
+        yield from ((f".{name}", each) for name, each in list(vars(value).items()) if name != "training")
     elif isinstance(value, dict):
         if len(value) <= _ENTRIES and not any(isinstance(each, nn.Module) for each in value.values()):
             yield from (
@@ -244,9 +244,6 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif _inside(value) and not isinstance(value, Tensor) and isinstance(getattr(value, "__dict__", None), dict):
         yield ".[attributes]", vars(value)
         yield from ((f".{name}", each) for name, each in list(vars(value).items()))
-
-
-_REGISTERED = frozenset({"_parameters", "_buffers", "_modules", "training"})
 
 
 def _read_by_forwards(model: nn.Module) -> Iterator[Variable]:
