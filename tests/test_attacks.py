@@ -190,3 +190,10 @@ def test_taped_forwards_are_freed(how, monkeypatch):
     gc.collect()
     assert run.steps_taken == 12 and len(tapes) >= 12
     assert sum(tape() is not None for tape in tapes) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_scripted_model_runs_sample_by_sample_and_is_refused_in_a_loop_of_ones_own():
+    assert go(torch.jit.script(Net()), steps=2).steps_taken == 2
+    with pytest.raises(dpscale.UnsupportedModel, match="it is scripted"):
+        go(torch.jit.script(Net()), "backward")

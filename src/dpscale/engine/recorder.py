@@ -58,8 +58,8 @@ class Recorder:
 
     def start(self, samples: int) -> None:
         """A batch of so many rows was drawn."""
-        if not self._hooks:
-            model = self._engine.model
+        model = self._engine.model
+        if not self._hooks and not isinstance(model, torch.jit.ScriptModule):  # which takes none, and shows nothing
             self._hooks = [
                 model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
                 model.register_forward_hook(_Hook(self._after), with_kwargs=True, always_call=True),
@@ -79,6 +79,8 @@ class Recorder:
     def scaled_sum(self, losses: Tensor, rule: Scaling, mask: Tensor) -> ScaledSum:
         """As `dpscale.scaled_sum`, from losses whose forward was taped."""
         check_losses(losses, len(mask))
+        if isinstance(self._engine.model, torch.jit.ScriptModule):
+            self._obstacle = "it is scripted, so that its operations cannot be seen"
         if self._obstacle is not None:
             raise UnsupportedModel(
                 f"This model cannot be followed in a loop of your own: {self._obstacle}. Call private.step(batch, "

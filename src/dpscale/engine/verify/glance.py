@@ -54,8 +54,7 @@ class Glance:
         try:
             with torch.autograd.set_detect_anomaly(False):
                 return (
-                    self._rows_apart()
-                    and (not whole or self._whole_apart())
+                    self._rows_apart(whole)
                     and (not singles or self._collated(singles, rest))
                     and (self._sites is None or self._credited(self._sites))
                 )
@@ -79,31 +78,35 @@ class Glance:
         self._surroundings.compare(ours[1], left)
         return all(same(ours[0][i], losses[i]) for i in keep)
 
-    def _rows_apart(self) -> bool:
+    def _rows_apart(self, whole: bool) -> bool:
         """Each row among empty ones; the one in the middle, the rarest, also among copies of itself and alone."""
         rows, middle = take(self._batch, self._kept), ROWS // 2
         ours = self._run(rows)
         company = [(replaced(rows, neutral(rows), [i]), i) for i in range(ROWS)]
         if not all(self._stays(ours, data, [i]) for data, i in [(take(rows, [middle] * ROWS), middle), *company]):
             return False
-        if self._draws:
-            return True
-        alone, _ = self._run(take(rows, [middle]))
-        return near(ours[0][middle], alone[0], ours[0], torch.finfo(alone.dtype).eps)
+        alone = self._draws or self._near(ours[0][middle], self._run(take(rows, [middle]))[0][0], ours[0])
+        return alone and (not whole or self._whole_apart(ours[0]))
 
-    def _whole_apart(self) -> bool:
+    def _whole_apart(self, few: Tensor) -> bool:
+        """Rows of the whole batch among copies of one, and as they are among few."""
         samples = count_of(self._batch)
         keep = sorted(set(self._kept[: max(1, samples // 2)]))
         data = replaced(self._batch, take(self._batch, [self._kept[0]] * samples), keep)
-        return samples == 1 or self._stays(self._run(self._batch), data, keep)
+        ours = self._run(self._batch)
+        near = self._draws or all(self._near(ours[0][i], one, few) for i, one in zip(self._kept, few, strict=True))
+        return near and self._stays(ours, data, keep)
+
+    @staticmethod
+    def _near(a: Tensor, b: Tensor, scale: Tensor) -> bool:
+        return near(a, b, scale, torch.finfo(scale.dtype).eps)
 
     def _collated(self, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
         if self._draws:
             return True
         losses = torch.cat([self._run(part)[0] for part in (self._batch, *rest)])
-        eps = torch.finfo(losses.dtype).eps
         own = [self._run(single)[0][0] for single in singles.values()]
-        return all(any(near(loss, one, losses, eps) for loss in losses) for one in own)
+        return all(any(self._near(loss, one, losses) for loss in losses) for one in own)
 
     def _credited(self, sites: Sites) -> bool:
         """Whether gradients arrive in the rows that they are of."""

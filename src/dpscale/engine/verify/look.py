@@ -103,7 +103,7 @@ class Look:
         self._rng = np.random.default_rng(seed)
         self._rows = take(batch, self._kept)
         self._moved: tuple[Any, Any, int] | None = None
-        self._samples, self._eps, self._seeded = count_of(batch), 0.0, False
+        self._samples, self._seeded, self._own_draws = count_of(batch), False, False
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self) -> Finding:
@@ -119,14 +119,13 @@ class Look:
         finally:
             changed = self._surroundings.restore(thorough=True)
         self._surroundings.require_parameters_kept(changed)
-        return replace(finding, draws=self._seeded or self._draws)
+        return replace(finding, draws=self._seeded or self._draws or self._own_draws)
 
     def _look(self) -> Finding:
         growth = self._growth()
         parameters = self._subject.parameters
         base = Probe(parameters, ROWS, self._each, growth) if growth.aligned else self._numbered()
         losses = self._run(base, self._rows)
-        self._eps = base.eps
         # Backwards come before the state is put back: hooks may read what this forward has left.
         arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
         plain = [self._plain(base, losses, weights) for weights in (_MIDDLE, _MIXED)]
@@ -148,9 +147,9 @@ class Look:
             sites = places(base, [probe for probe, _ in others], arrived, growth)
             self._check_backward(base, arrived, others)
             self._check_credit(base, sites, arrived, plain)
-            self._whole_batch(base, sites)
+            self._whole_batch(base, losses, sites)
         except Obstacle as obstacle:
-            self._whole_batch()
+            self._whole_batch(base, losses)
             return Finding((), str(obstacle), obstacle.lasting)
         if self._moved is not None:  # by a little, and its rows are where they were
             self._refuse(*self._moved)
@@ -175,6 +174,7 @@ class Look:
             before = host_states()
             losses = self._subject.run(data)
             self._draws |= host_states() != before
+            self._own_draws |= self._surroundings.drew()
             return losses
 
     def _growth(self) -> Growth:
@@ -276,12 +276,12 @@ class Look:
         if [op.outputs for op in base.ran] == [op.outputs for op in mode.ran]:
             self._moved = ours, theirs, i
 
-    def _whole_batch(self, base: Probe | None = None, sites: Sequence[Site] = ()) -> None:
+    def _whole_batch(self, base: Any, few: Tensor, sites: Sequence[Site] | None = None) -> None:
         """In the whole batch, too, rows keep their losses when the others become copies of one, and gradients arrive in
         the rows that they are of, whatever the others send."""
         wrong, losses = None, None
         mode: Callable[[], Any] = self._numbered
-        if base is not None:
+        if sites is not None:
             known = Sites()
             for call, site in zip(base.calls, sites, strict=True):
                 known.add(call.op, site)
@@ -290,19 +290,20 @@ class Look:
             losses = self._run(tape, self._batch)
             if not tape.lost and losses.requires_grad:  # what these rows have not met is looked at when it comes
                 wrong = misplaced(losses, insides(tape), self._seed)
-            if base.draws_freely:  # numbers are the same for all companies only if each operation is seeded
+            if base.draws_freely or base.drops:  # a tape draws what other runs leave out, or seed one by one
                 losses = None
                 self._surroundings.restore()
             else:
                 mode = taped
         if self._samples > 1:
-            self._whole_company(mode, losses)
+            self._whole_company(mode, losses, base, few)
         self._surroundings.restore()
         if wrong is not None:
             raise Obstacle("what arrives in a row is not of that row's loss alone: rows change places, or meet")
 
-    def _whole_company(self, mode: Callable[[], Any], losses: Tensor | None) -> None:
-        """Some rows of the whole batch among copies of one. To rounding: rows that are packed are of other shapes."""
+    def _whole_company(self, mode: Callable[[], Any], losses: Tensor | None, base: Any, few: Tensor) -> None:
+        """Some rows of the whole batch among copies of one, and as they were among few. To rounding: rows that are
+        packed are of other shapes."""
         losses = self._run(mode(), self._batch) if losses is None else losses
         left = self._surroundings.left_behind()
         keep = sorted(set(self._kept[: max(1, self._samples // 2)]))
@@ -310,9 +311,23 @@ class Look:
         others = self._run(mode(), data)
         theirs = self._surroundings.left_behind()
         for i in keep:
-            if not same(losses[i], others[i]) and not near(losses[i], others[i], losses, self._eps, 64 * self._eps):
+            if not same(losses[i], others[i]) and not near(losses[i], others[i], losses, base.eps, 64 * base.eps):
                 self._refuse(self._batch, data, i)
         self._surroundings.compare(left, theirs)
+        if not (base.draws_freely or self._draws or self._own_draws):
+            for k, i in enumerate(self._kept):
+                self._require_near(k, few, ROWS, losses[i], self._samples, base.eps)
+
+    def _require_near(self, i: int, ours: Tensor, rows: int, theirs: Tensor, others: int, eps: float) -> None:
+        """A row among so many others has the loss that it has among ours."""
+        if near(ours[i], theirs, ours, eps) or self._by_rounding(i, ours[i] - theirs, eps):
+            return
+        raise UnsupportedModel(
+            f"The loss of a sample is {ours[i].item():.6g} among {rows} rows and {theirs.item():.6g} "
+            f"{f'among {others}' if others > 1 else 'alone'}. It depends on how many rows are in the batch, so it is "
+            "not the loss of one sample: divide by counts of the sample itself, never by the batch's, and let no "
+            "padding enter a mean."
+        )
 
     def _require_no_count(self, losses: Tensor) -> None:
         """A number that the forward itself changes must not be computed with: a compiled step would have it in it."""
@@ -406,13 +421,7 @@ class Look:
                 self._surroundings.restore()
             if drew or mode.unmatched or alone.shape != (1,):
                 continue
-            eps = max(base.eps, mode.eps)
-            if not near(losses[i], alone[0], losses, eps) and not self._by_rounding(i, losses[i] - alone[0], eps):
-                raise UnsupportedModel(
-                    f"The loss of a sample is {losses[i].item():.6g} among {ROWS} rows and {alone[0].item():.6g} "
-                    "alone. It depends on how many rows are in the batch, so it is not the loss of one sample: divide "
-                    "by counts of the sample itself, never by the batch's, and let no padding enter a mean."
-                )
+            self._require_near(i, losses, ROWS, alone[0], 1, max(base.eps, mode.eps))
 
     def _by_rounding(self, i: int, apart: Tensor, eps: float) -> bool:
         """Whether inputs that are off by rounding change the loss of row i as much: large terms that cancel in it."""

@@ -78,6 +78,7 @@ class Numbered(ParameterOps):
         self.ran: list[RanOp] = []
         self.draws: dict[int, Tensor] = {}
         self.draws_freely = False  # whether anything but dropout drew: a branch may ask for it
+        self.drops = False  # whether a dropout was left out
         self.unmatched = False  # whether random numbers could not be given to the row that they were drawn for
         self.outputs: list[list[Tensor]] = []
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
@@ -107,6 +108,7 @@ class Numbered(ParameterOps):
         out = (self.meet if met else self.pass_by)(func, args, kwargs)
         made = result(func, args, out)
         drew = before is not None and torch_states() != before
+        self.drops |= hidden
         if met and (hidden or drew):
             self.drawn_inside()
         if drew:
@@ -143,6 +145,7 @@ class Numbered(ParameterOps):
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it; dropout is left out."""
+        self.drops |= getattr(func, "__name__", "") in _DROPOUT
         return _undropped(func, args, kwargs)
 
     def drawn_inside(self) -> None:

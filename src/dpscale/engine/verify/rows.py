@@ -53,7 +53,7 @@ class Novelty:
         self._range: Features | None = None
 
     def new(self, rows: Features) -> NDArray[np.int64]:
-        """Numbers of the rows that are like none that are known, those with new values first; all of them at first."""
+        """Numbers of the rows that are like none before, the farthest from those first; all of them at first."""
         if self._range is None or self._range.shape[1] != rows.shape[1]:
             return np.arange(len(rows))
         low, high = self._range
@@ -64,7 +64,9 @@ class Novelty:
         for k, values in enumerate(self._values):
             if len(values) <= FEW and not values.issuperset(np.unique(rows[:, k]).tolist()):
                 strange |= ~np.isin(rows[:, k], list(values))
-        return np.concatenate([np.flatnonzero(strange), np.flatnonzero(beyond & ~strange)])
+        out = np.maximum(low - rows, rows - high).clip(0) / np.maximum(high - low, 1e-9 * np.abs(high) + 1e-200)
+        new = np.flatnonzero(strange | beyond)
+        return new[np.lexsort((~strange[new], -out[new].max(1)))]
 
     def learn(self, rows: Features) -> None:
         """From now on such rows are known."""

@@ -5,6 +5,7 @@ change differently for different rows is told: it would carry the data out of tr
 """
 
 import functools
+import inspect
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -249,7 +250,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 def _read_by_forwards(model: nn.Module) -> Iterator[Variable]:
     """What the forwards of one's own modules read from around them: a dictionary of their file, say."""
     for made in {type(module): None for module in model.modules()}:
-        forward = made.forward
+        forward = inspect.getattr_static(made, "forward")  # as written: a scripted class has none to ask for
         if made.__module__.split(".")[0] not in ("torch", "transformers", "peft") and isinstance(forward, FunctionType):
             yield from (each for each in variables_of(forward) if _inside(each[1]()) or isinstance(each[1](), PLAIN))
 
