@@ -36,7 +36,8 @@ def misplaced(losses: Tensor, places: Sequence[Place], seed: int) -> int | None:
     if not places:
         return None
     targets: Any = [edge for edge, _ in places]
-    power = torch.randint(POWERS, losses.shape, generator=torch.Generator().manual_seed(seed)).to(losses.device)
+    chance = torch.Generator("cpu").manual_seed(seed)  # whatever the default device is
+    power = torch.randint(POWERS, losses.shape, generator=chance, device="cpu").to(losses.device)
     weights = torch.exp2(power.double() - 2).to(losses.dtype)
     plain, weighted = (
         torch.autograd.grad([losses], targets, [w], retain_graph=True, allow_unused=True)

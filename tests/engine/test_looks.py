@@ -1,0 +1,326 @@
+"""Every part of a look and of a glance is needed: for each there is a model that nothing else would refuse."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dpscale
+from dpscale.engine.engine import Engine
+from dpscale.engine.verify import schedule
+from dpscale.engine.verify.glance import Glance
+from dpscale.engine.verify.look import Look, Subject
+from tests.seeding import seeded
+
+RULE = dpscale.Clip(C=1.0)
+
+
+class Net(nn.Module):
+    """Rows of any length; ``trick`` is done to what comes in once ``when`` says so."""
+
+    def __init__(self, trick=lambda h, x: h, when=lambda x: False, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.dropout = nn.Linear(3, 8), nn.Linear(8, 2), nn.Dropout(dropout)
+        self.trick, self.when = trick, when
+
+    def forward(self, x):
+        h = self.dropout(torch.tanh(self.first(x)))
+        if self.when(x):
+            h = self.trick(h, x)
+        return self.last(h.mean(1))
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def batch(seed, rows=12, length=5, strange=False):
+    g = seeded(seed)
+    x = torch.rand(rows, length, 3, generator=g)
+    if strange:
+        x[rows // 3, 0, 0] = -7.0
+    return x, torch.randint(0, 2, (rows,), generator=g)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How many looks were taken."""
+    numbers = []
+    whole = Look.__call__
+
+    def noted(self):
+        numbers.append(1)
+        return whole(self)
+
+    monkeypatch.setattr(Look, "__call__", noted)
+    return numbers
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_other_lengths_sizes_and_rows_need_no_second_look(taken, dropout):
+    engine = Engine(model := Net(dropout=dropout))
+    kinds = [{}, {"length": 9}, {"length": 2}, {"rows": 40}, {"rows": 2}, {"strange": True}, {}, {}]
+    for seed, kind in enumerate(kinds):
+        engine.scaled_sum(loss_fn, batch(seed, **kind), RULE)
+    assert len(taken) == 1 and engine.model is model
+
+
+def refused_at_third(model, new, match, loss=loss_fn):
+    """The third sum is at no power of two: what is new about it is all that calls for a glance."""
+    engine = Engine(model)
+    for seed in range(2):
+        engine.scaled_sum(loss, batch(seed), RULE)
+    with pytest.raises(dpscale.UnsupportedModel, match=match):
+        engine.scaled_sum(loss, batch(2, **new), RULE)
+
+
+LONGER = {"length": 9}
+
+
+MIXING = {
+    "a mean": lambda h, x: h - h.mean(0),
+    "the count of rows": lambda h, x: h / len(x),
+    "the largest": lambda h, x: h * x.amax(),
+    "the first row": lambda h, x: h + h[:1],
+}
+
+
+@pytest.mark.parametrize("trick", MIXING)
+@pytest.mark.parametrize("new", [{"length": 9}, {"rows": 40}, {"strange": True}], ids=lambda new: next(iter(new)))
+def test_mixing_that_begins_with_something_new_is_refused_then(trick, new):
+    begins = {
+        "length": lambda x: x.shape[1] > 5, "rows": lambda x: len(x) > 20, "strange": lambda x: bool((x < -5).any())
+    }  # fmt: skip
+    model = Net(MIXING[trick], begins[next(iter(new))])
+    refused_at_third(model, new, match=r"coupled|depends on how many rows")
+
+
+def test_credit_that_goes_astray_at_a_new_length_runs_by_sample(taken):
+    """Rows trade places and trade back: no loss shows it, and nothing but the gradients' way does."""
+
+    class Turned(Net):
+        def forward(self, x):
+            if x.shape[1] <= 5:
+                return super().forward(x)
+            return super().forward(x.flip(0)).flip(0)
+
+    engine = Engine(model := Turned())
+    engine.scaled_sum(loss_fn, batch(0), RULE)
+    new = batch(1, length=9)
+    out = engine.scaled_sum(loss_fn, new, RULE)
+    alone = [dpscale.scaled_sum(model, loss_fn, (new[0][i : i + 1], new[1][i : i + 1]), RULE) for i in range(12)]
+    torch.testing.assert_close(out.norms, torch.cat([one.norms for one in alone]))
+    assert len(taken) >= 2
+
+
+def feeds_attribute(model, x):
+    model.seen = float(x.sum())
+
+
+def feeds_array(model, x):
+    ARRAY[0] = float(x.sum())
+
+
+def feeds_large_tensor(model, x):
+    LARGE.data[0] = float(x.sum())
+
+
+def feeds_global(model, x):
+    global LAST
+    LAST = float(x.sum())
+
+
+ARRAY, LARGE, LAST = np.zeros(3), torch.zeros((1 << 20) + 1), 0.0
+
+
+@pytest.mark.parametrize("feed", [feeds_attribute, feeds_array, feeds_large_tensor, feeds_global])
+@pytest.mark.parametrize("first", [True, False])
+def test_state_that_rows_feed_is_refused_and_put_back(feed, first):
+    def loss(model, batch):
+        _ = ARRAY, LARGE, LAST  # what a function reads is around it
+        if first or batch[0].shape[1] > 5:
+            feed(model, batch[0])
+        return loss_fn(model, batch)
+
+    model = Net()
+    with pytest.raises(dpscale.UnsupportedModel, match="from what is in the samples"):
+        if first:
+            Engine(model).scaled_sum(loss, batch(0), RULE)
+        else:
+            refused_at_third(model, LONGER, ".", loss)
+            raise dpscale.UnsupportedModel("from what is in the samples")
+    assert not hasattr(model, "seen") and ARRAY[0] == LAST == 0.0
+
+
+def test_a_parameter_that_new_rows_change_is_refused():
+    class Trains(Net):
+        def forward(self, x):
+            if x.shape[1] > 5:
+                with torch.no_grad():
+                    self.first.bias.add_(1.0)
+            return super().forward(x)
+
+    model = Trains()
+    before = model.first.bias.detach().clone()
+    refused_at_third(model, LONGER, match=r"'first\.bias' is changed by the forward itself")
+    assert torch.equal(model.first.bias, before)
+
+
+def test_a_glance_leaves_everything_as_it_was():
+    engine = Engine(model := Net(dropout=0.3))
+    engine.scaled_sum(loss_fn, batch(0), RULE)
+    subject = Subject(model, dict(model.named_parameters()), lambda data: loss_fn(model, data), loss_fn)
+    before = {n: (p.detach().clone(), p.grad) for n, p in model.named_parameters()}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    glance = Glance(subject, batch(1, length=9), [0, 1, 2], sites=engine.sites, draws=False, seed=0)
+    assert glance(whole=True, singles={}, rest=())
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(p, before[n][0]) and p.grad is before[n][1] for n, p in model.named_parameters())
+
+
+# What one part alone can see
+
+
+def alike(h, x):
+    """Divided by how many rows are the same as this one: to be seen among copies of it alone."""
+    same = (x.flatten(1).unsqueeze(1) == x.flatten(1)).all(2)
+    return h / same.sum(1).view(-1, 1, 1)
+
+
+def level(h, x):
+    """Times the smallest sign: to be seen among empty rows alone, where all rows hold something positive."""
+    return h * x.sign().amin()
+
+
+@pytest.mark.parametrize("trick", [alike, level])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_company_that_shows_it_is_there(trick, first):
+    if first:
+        with pytest.raises(dpscale.UnsupportedModel, match="coupled"):
+            Engine(model := Net(trick, lambda x: True)).scaled_sum(loss_fn, batch(0), RULE)
+        assert model.training
+    else:
+        refused_at_third(Net(trick, lambda x: x.shape[1] > 5), LONGER, "coupled")
+
+
+def test_a_loss_that_is_off_by_rounding_alone_is_refused():
+    """Where shapes are the same, so are the kernels: a row must be the same to the bit."""
+    with pytest.raises(dpscale.UnsupportedModel, match="coupled"):
+        model = Net(lambda h, x: h + 5e-6 * h.mean(0), lambda x: True)
+        Engine(model).scaled_sum(loss_fn, batch(0), RULE)
+
+
+def test_a_draw_for_each_row_hides_no_division_by_their_number():
+    with pytest.raises(dpscale.UnsupportedModel, match="alone"):
+        model = Net(lambda h, x: (h + torch.randn_like(h)) / len(x), lambda x: True)
+        Engine(model).scaled_sum(loss_fn, batch(0), RULE)
+
+
+def test_a_forward_that_counts_its_own_calls_and_computes_with_them_is_refused():
+    class Counts(Net):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * (1 + 0.1 * self.calls)
+
+    with pytest.raises(dpscale.UnsupportedModel, match="something else each time"):
+        Engine(model := Counts()).scaled_sum(loss_fn, batch(0), RULE)
+    assert model.calls == 0
+
+
+def test_what_runs_sample_by_sample_is_looked_at_in_the_whole_batch_too():
+    """Sorted rows cannot be followed; these also meet, once there are many."""
+
+    class Sorts(Net):
+        def forward(self, x):
+            order = x[:, 0, 0].argsort()
+            h = super().forward(x[order])[order.argsort()]
+            return h - h.mean(0) if len(x) > 20 else h
+
+    with pytest.raises(dpscale.UnsupportedModel, match="coupled"):
+        Engine(model := Sorts()).scaled_sum(loss_fn, batch(0, rows=30), RULE)
+    assert Engine(model).scaled_sum(loss_fn, batch(0), RULE).norms.shape == (12,)
+
+
+def test_an_operation_that_draws_inside_is_not_run_again_for_each_sample():
+    class Attends(Net):
+        def __init__(self):
+            super().__init__()
+            self.keys = nn.Parameter(torch.randn(1, 4, 8))
+
+        def forward(self, x):
+            q = torch.tanh(self.first(x))
+            keys = self.keys.expand(len(x), -1, -1)
+            h = F.scaled_dot_product_attention(q, keys, self.keys, dropout_p=0.5)
+            return self.last(h.mean(1))
+
+    engine = Engine(model := Attends())
+    engine.scaled_sum(loss_fn, batch(0), RULE)
+    assert any("draws random numbers inside" in found.obstacle for found in engine._obstacles.values())
+    assert model.training
+
+
+def test_rows_that_a_model_does_not_take_are_no_reason_to_fail(taken):
+    def refuses_nothing(h, x):
+        if bool((x == 0).all(2).all(1).any()):
+            raise ValueError("an empty row")
+        return h
+
+    engine = Engine(model := Net(refuses_nothing, lambda x: True))
+    for seed, kind in enumerate([{}, {}, LONGER]):
+        engine.scaled_sum(loss_fn, batch(seed, **kind), RULE)
+    assert len(taken) >= 2 and model.training  # a glance cannot be taken without empty rows
+
+
+def test_padding_that_enters_a_mean_is_refused_when_it_comes():
+    """All samples of the first batches have one length, so that nothing is padded."""
+
+    class Series(torch.utils.data.Dataset):
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, i):
+            length = 3 if i == 59 else 6
+            return torch.rand(length, 3, generator=seeded(i)) + 0.5, i % 2
+
+    def collate(samples):
+        x = nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True)
+        return x, torch.tensor([y for _, y in samples])
+
+    model = Net()
+    plan = dpscale.Plan(
+        scaling=RULE, sampling=dpscale.Poisson(size=60, batch=12), steps=40, noise_multiplier=1.0
+    )  # fmt: skip
+    run = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.0), plan, seed=1)
+    with pytest.raises(dpscale.UnsupportedModel, match="collated alone"):
+        for drawn in run.batches(Series(), collate_fn=collate):
+            short = 59 in drawn.draw.indices
+            run.step(drawn, loss_fn)
+            assert not short
+    assert run.steps_taken > 0
+
+
+# When
+
+
+def test_powers_of_two_are_glanced_at_early_and_time_is_shared_later(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(schedule.time, "perf_counter", lambda: clock[0])
+    when, due = schedule.Schedule(), {}
+    for number in range(1, 41):
+        if found := when.due("kind", "shapes", 12, None):
+            due[number] = found
+            clock[0] += 0.1
+            when.looked(0.1)
+    assert {n: (d.thorough, d.whole) for n, d in due.items()} == {
+        1: (True, False), 2: (False, True), 4: (False, True), 8: (False, True), 16: (False, True)
+    }  # fmt: skip
+    clock[0] += 5.0
+    assert when.due("kind", "shapes", 12, None) is None  # four looks of 0.1 s are more than 2% of that
+    clock[0] += 100.0
+    assert when.due("kind", "shapes", 12, None) == schedule.Due(thorough=True)
