@@ -98,12 +98,7 @@ def check_mask(owner: str, mask: Tensor | None, samples: int, device: torch.devi
     ok = isinstance(mask, Tensor) and mask.shape == (samples,) and mask.dtype == torch.bool
     got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else mask
     require(
-        ok,
-        owner,
-        "mask",
-        f"a bool tensor of shape ({samples},), one entry per sample",
-        got,
-        "True keeps a sample.",
+        ok, owner, "mask", f"a bool tensor of shape ({samples},), one entry per sample", got, "True keeps a sample."
     )
     return mask.to(device)
 

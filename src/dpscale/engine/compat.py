@@ -37,9 +37,7 @@ from torch.utils._pytree import (
     tree_structure,
     tree_unflatten,
 )
-from torch.utils._pytree import (
-    register_pytree_node as register_tree_node,
-)
+from torch.utils._pytree import register_pytree_node as register_tree_node
 
 __all__ = [
     "CHECKPOINT_GENERATOR", "BatchNorm", "FakeTensor", "InstanceNorm", "TreeSpec", "compile_graph", "foreach_add_",

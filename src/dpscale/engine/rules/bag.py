@@ -73,10 +73,7 @@ class Scattered(Form):
         if not isinstance(other, Scattered) or (self.table, self.shape) != (other.table, other.shape):
             return None
         bags, more = self.g_BKD.shape[1], other.g_BKD.shape[1]
-        sources = [
-            _shifted(self.source_N, bags, bags + more, 0),
-            _shifted(other.source_N, more, bags + more, bags),
-        ]
+        sources = [_shifted(self.source_N, bags, bags + more, 0), _shifted(other.source_N, more, bags + more, bags)]
         return replace(
             self,
             g_BKD=torch.cat([wide(self.g_BKD), wide(other.g_BKD)], 1),

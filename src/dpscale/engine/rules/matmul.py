@@ -19,13 +19,7 @@ from dpscale.engine.rules.linear import Outer
 class MatMul(Rule):
     """The rule of ``x @ W``: `torch.matmul`, `torch.mm` and their methods."""
 
-    functions = (
-        torch.matmul,
-        torch.mm,
-        torch.Tensor.matmul,
-        torch.Tensor.mm,
-        torch.Tensor.__matmul__,
-    )
+    functions = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
     names = ("input", "other")
     trainable = ("other",)
 

@@ -176,11 +176,7 @@ class ParameterOps(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("create_graph") and func in _BACKWARDS:
