@@ -18,8 +18,7 @@ from dpscale.engine.rules.addition import total
 from dpscale.engine.rules.derivation import Derived, expanded, resolve
 from dpscale.engine.rules.forms import Change, Dense, Drop, Packed, Widen
 from dpscale.engine.rules.generic import by_name, generic_forms, replay
-from dpscale.engine.tape.calls import out_of_place
-from dpscale.engine.tape.tape import Tape, TapedOp
+from dpscale.engine.tape.tape import Tape, TapedOp, out_of_place
 from dpscale.scaling import Scaling
 
 Forms = dict[str, Form]

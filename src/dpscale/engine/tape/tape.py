@@ -11,27 +11,28 @@ that edge is all a rule needs. Nothing is hung on parameters, and no hook depend
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, Self
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from dpscale.engine.compat import tree_flatten, tree_unflatten, version
+from dpscale.engine.compat import CHECKPOINT_GENERATOR, tree_flatten, tree_unflatten, version
 from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Rule
 from dpscale.engine.rules.derivation import Derived
 from dpscale.engine.tape import channels
-from dpscale.engine.tape.calls import as_now, in_place, out_of_place, result, tensors_in
-from dpscale.engine.tape.checkpoints import resume, suspend
 from dpscale.engine.tape.composites import COMPOSITES, packed
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+_NOT_IN_PLACE = {"__index__", "__int__", "__invert__", "__init__"}
 
 Role = Literal["rows", "expanded", "shared", "plain"]
 
@@ -135,10 +136,63 @@ class TapedOp:
     versions: list[tuple[Tensor, int]]
 
 
-class Watched:
-    """How many modes of ours watch the forwards that run now; a recorder then keeps out of the way."""
+# -- Calls ----------------------------------------------------------------------------------------------------------
 
-    count = 0
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among a call's arguments, one level of lists deep (cat, lstm, einsum)."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, Tensor):
+                    yield item
+
+
+def in_place(func: Callable[..., Any]) -> bool:
+    """Whether an operation writes its first argument: `add_`, `__iadd__`, `__setitem__`."""
+    name = getattr(func, "__name__", "")
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.endswith("_")
+
+
+def out_of_place(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The twin of an in-place operation that leaves its first argument alone; any other operation is its own."""
+    if not in_place(func):
+        return func
+    name = func.__name__
+    twin = getattr(torch.Tensor, f"__{name[3:]}" if name.startswith("__i") else name[:-1], None)
+    if twin is not None:
+        return twin  # type: ignore[no-any-return]
+
+    def on_a_copy(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # copy_, __setitem__
+        t = t.clone()
+        func(t, *args, **kwargs)
+        return t
+
+    return on_a_copy
+
+
+def result(func: Callable[..., Any], args: tuple[Any, ...], out: Any) -> Any:
+    """What an operation made: what it returned, or what it wrote where it returns nothing (``x[i] = w``)."""
+    return args[0] if out is None and in_place(func) else out
+
+
+def as_now(func: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
+    """The operation, not in place, as a function that runs under the autocast that is in force now."""
+    twin = out_of_place(func)
+    states = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in {t.device.type for t in tensors}]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for device, enabled, dtype in states:  # without the cache, which would outlive tensors of vmap
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            return twin(*args, **kwargs)
+
+    run.__name__ = getattr(twin, "__name__", "?")
+    return run
 
 
 def constants_in(leaves: Sequence[Any], keys: Mapping[int, str]) -> list[Tensor]:
@@ -156,6 +210,51 @@ def asks(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
 
 
+# -- Activation checkpointing ----------------------------------------------------------------------------------------
+#
+# A checkpointed region runs again during the backward, where no mode watches it: its operations would consume the
+# parameters themselves, and nothing that was taped would belong to the graph. While a forward is watched, such regions
+# therefore run plainly. The numbers are the same, random ones included; the memory is not saved. `checkpoint` may have
+# been imported anywhere by name, so it stays, and the two things it calls are exchanged.
+
+
+def _region(
+    fn: Callable[..., Any], preserve_rng_state: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any
+) -> Iterator[None]:
+    """Stands where torch prepares a recomputation (use_reentrant=False): before and after the region's forward."""
+    with nullcontext() if context_fn is None else context_fn()[0]:
+        yield
+
+
+class _Reentrant:
+    """Stands where torch runs a region that it will run again (use_reentrant=True)."""
+
+    @staticmethod
+    def apply(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return run(*args)
+
+
+_exchanged: dict[str, Any] = {CHECKPOINT_GENERATOR: _region, "CheckpointFunction": _Reentrant}
+
+
+class Watched:
+    """How many modes of ours watch the forwards that run now; a recorder then keeps out of the way."""
+
+    count = 0
+
+    @classmethod
+    def add(cls, more: int) -> None:
+        """With the first one, checkpointed regions begin to run plainly; with the last one they end to."""
+        if cls.count == 0 or cls.count + more == 0:
+            for name, other in _exchanged.items():
+                _exchanged[name] = getattr(torch_checkpoint, name)
+                setattr(torch_checkpoint, name, other)
+        cls.count += more
+
+
+# -- Modes -----------------------------------------------------------------------------------------------------------
+
+
 class ParameterOps(TorchFunctionMode):
     """Finds the calls that consume a tensor of ``keys`` (id -> name) and hands them to ``meet``."""
 
@@ -165,14 +264,12 @@ class ParameterOps(TorchFunctionMode):
         self._entered: list[Callable[..., Any]] = []
 
     def __enter__(self) -> Self:
-        Watched.count += 1
-        suspend()
+        Watched.add(1)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        Watched.count -= 1
-        resume()
+        Watched.add(-1)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -188,8 +285,8 @@ class ParameterOps(TorchFunctionMode):
 
     def enter(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
         """As `enter`, watched; but not one that hands itself over a second time."""
-        inside = None if packed(func, args) else enter(func)
-        if inside is None or func in self._entered:
+        inside = enter(func)
+        if inside is None or func in self._entered or packed(func, args):
             return None
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -239,6 +336,7 @@ class Tape(ParameterOps):
         self.samples = samples
         self._sites, self._attached, self._lenient = sites, attached, lenient
         self._anchor = torch.zeros((), requires_grad=True)
+        self._channels_last = channels.LAST.get()
         self._calls: Counter[Any] = Counter()
         self._made: Counter[str] = Counter()
 
@@ -313,17 +411,21 @@ class Tape(ParameterOps):
             # Run on a copy and write the result back: what is taped is then neither changed later, nor a view, whose
             # own edge no gradient reaches once the tensor that it is a view of is used.
             func, args = out_of_place(func), (into.clone(), *args[1:])
-        run, args = channels.before(func, args)
+        run = func
+        if self._channels_last:
+            run, args = channels.before(func, args)
         if any(isinstance(t, Tensor) and t.requires_grad for t in standing):
             out = run(*args, **kwargs)
         else:
             out = self._sourced(lambda: run(*args, **kwargs))
         self.tape(op.function, site, args, kwargs, keys, out)
-        return channels.after(func, args, out) if into is None else into.copy_(out)
+        if into is not None:
+            return into.copy_(out)
+        return channels.after(func, args, out) if self._channels_last else out
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it as it is."""
-        return channels.between(func, args, kwargs)
+        return channels.between(func, args, kwargs) if self._channels_last else func(*args, **kwargs)
 
     def derive(
         self, op: OpName, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -405,12 +507,7 @@ def enter(func: Callable[..., Any]) -> Callable[..., Any] | None:
         return False
 
     asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    twin = types.FunctionType(
-        func.__code__,
-        {**func.__globals__, **dict.fromkeys(asks, no)},
-        func.__name__,
-        func.__defaults__,
-        func.__closure__,
-    )
+    globals_ = {**func.__globals__, **dict.fromkeys(asks, no)}
+    twin = types.FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
     twin.__kwdefaults__ = func.__kwdefaults__
     return twin

@@ -17,8 +17,20 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpscale.engine.compat import tree_flatten, tree_leaves
-from dpscale.engine.tape.calls import as_now, result, tensors_in
-from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, constants_in
+from dpscale.engine.tape.tape import (
+    OpName,
+    ParameterOps,
+    Role,
+    Site,
+    Sites,
+    Tape,
+    TapedOp,
+    as_now,
+    asks,
+    constants_in,
+    result,
+    tensors_in,
+)
 
 Shapes = tuple[torch.Size, ...]
 
