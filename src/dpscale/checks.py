@@ -9,12 +9,15 @@ _NO_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed", "CUD
 """What plain errors of torch say: on the CPU, and on a GPU that others fill."""
 
 
+def complaint(owner: str, name: str, must: str, got: Any, action: str = "") -> ValueError:
+    """To be raised: it names the argument, its value and the next action."""
+    return ValueError(f"The '{name}' parameter of {owner} must be {must}. Got {got!r} instead. {action}".rstrip())
+
+
 def require(ok: bool, owner: str, name: str, must: str, got: Any, action: str = "") -> None:
-    """Raise ``ValueError`` unless ``ok``, naming the argument, its value and the next action."""
+    """Raise a `complaint` unless ``ok``."""
     if not ok:
-        raise ValueError(
-            f"The '{name}' parameter of {owner} must be {must}. Got {got!r} instead." + (f" {action}" if action else "")
-        )
+        raise complaint(owner, name, must, got, action)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -12,9 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpscale
 from dpscale.engine import trainable
-from dpscale.engine.combine import gradients, weigh
+from dpscale.engine.combine import evaluate, gradients, weigh
 from dpscale.engine.engine import engine_of
-from dpscale.engine.evaluate import evaluate
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.rules.activation import PReLU
 from dpscale.engine.rules.arithmetic import Arithmetic

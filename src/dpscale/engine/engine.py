@@ -29,10 +29,9 @@ from dpscale.engine.arguments import (
     trainable,
 )
 from dpscale.engine.by_sample import sum_by_sample
-from dpscale.engine.combine import combine, gradients
+from dpscale.engine.combine import combine, evaluate, exactly, gradients
 from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.compile.step import Backend, CompiledSum
-from dpscale.engine.evaluate import evaluate, exactly
 from dpscale.engine.identity import identity
 from dpscale.engine.modules import structure
 from dpscale.engine.phases import cold_start, phase, waiting

@@ -20,7 +20,6 @@ from torch import Tensor
 from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
 from dpscale.engine.rules.forms import (
-    Change,
     Dense,
     Form,
     Stack,
@@ -291,10 +290,6 @@ class Patches(Form):
     def per_sample(self) -> Tensor:
         """(B, O, C/groups, *kernel)."""
         return self._outer().per_sample().view(-1, *self.weight_shape)
-
-    def map(self, change: Change) -> "Patches":
-        """Change input and output gradient."""
-        return replace(self, x=change(self.x), g=change(self.g))
 
     def join(self, other: Form) -> "Patches | None":
         """More images of the same sample, if of one size; of one and the same image, the output gradients are added."""

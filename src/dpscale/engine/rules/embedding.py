@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Form, side_by_side, slack, wide
+from dpscale.engine.rules.forms import Form, side_by_side, slack, wide
 from dpscale.engine.rules.linear import Outer
 
 
@@ -42,10 +42,6 @@ class Rows(Form):
         g = wide(self.g_BTD)
         out = g.new_zeros(len(g), self.table, g.shape[2])
         return out.scatter_add_(1, self.index_BT.unsqueeze(2).expand_as(g), g)
-
-    def map(self, change: Change) -> "Rows":
-        """Change the vectors; the indices stay."""
-        return Rows(self.index_BT, change(self.g_BTD), self.table)
 
     def join(self, other: Form) -> "Rows | None":
         """Concatenate along the positions."""

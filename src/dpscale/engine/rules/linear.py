@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Dense, Form, as_multiplied, same, side_by_side, size, slack, wide
+from dpscale.engine.rules.forms import Dense, Form, as_multiplied, same, side_by_side, size, slack, wide
 
 CHUNK = 1 << 26
 """How many numbers of instantiated per-sample gradients to hold at once."""
@@ -113,10 +113,6 @@ class Outer(Form):
     def per_sample(self) -> Tensor:
         """(B, O, I)."""
         return torch.bmm(wide(self.g_BTO).mT, wide(self.a_BTI))
-
-    def map(self, change: Change) -> "Outer":
-        """Change both operands."""
-        return Outer(change(self.a_BTI), change(self.g_BTO))
 
     def join(self, other: Form) -> "Outer | None":
         """Concatenate along the positions: the Gram identity then has the cross terms of the two uses.
