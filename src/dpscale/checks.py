@@ -1,7 +1,7 @@
 """One shape for every complaint about an argument: who, which argument, what it must be, what it was, what to do."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -36,10 +36,16 @@ def require_positive(owner: str, name: str, value: Any, *, finite: bool = True, 
     require(ok, owner, name, "a finite number > 0" if finite else "a number > 0", value, action)
 
 
-def require_count(owner: str, name: str, value: Any, *, action: str = "") -> None:
-    """Raise unless ``value`` is an int >= 1."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(ok, owner, name, "an integer >= 1", value, action)
+def require_count(owner: str, name: str, value: Any, *, least: int = 1, action: str = "") -> None:
+    """Raise unless ``value`` is an int, and not less than ``least``."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(ok, owner, name, f"an integer >= {least}", value, action)
+
+
+def require_choice(owner: str, name: str, value: Any, choices: Any, *, action: str = "") -> None:
+    """Raise unless ``value`` is one of the words of a ``Literal``."""
+    words = get_args(choices)
+    require(value in words, owner, name, " or ".join(map(repr, words)), value, action)
 
 
 def require_probability(owner: str, name: str, value: Any, *, action: str = "") -> None:

@@ -21,13 +21,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpscale.checks import is_number, require, require_count, require_positive
+from dpscale.checks import is_number, require, require_choice, require_count, require_positive
 from dpscale.engine.compat import foreach_add_, foreach_copy_, foreach_mul_, tree_leaves, tree_map
 from dpscale.sampling import FullBatch, Sampling
 
@@ -78,14 +78,14 @@ class Momentum(ABC):
     """A choice of points and of what follows the noise."""
 
     @property
-    @abstractmethod
     def evaluations(self) -> int:
         """Gradients per sample and step: the factor on the cost."""
+        return 1
 
     @property
     def alone(self) -> bool:
         """Whether a sample's gradient at the present weights is all that is asked of it."""
-        return self.evaluations == 1
+        return self.evaluations == 1 and not self.per_sample
 
     @property
     def per_sample(self) -> bool:
@@ -119,11 +119,6 @@ class HeavyBall(Momentum):
 
     def __post_init__(self) -> None:
         _require_share(self, "gamma1", self.gamma1)
-
-    @property
-    def evaluations(self) -> int:
-        """One."""
-        return 1
 
     def start(self, parameters: Weights) -> MomentumState:
         """Remembers M."""
@@ -246,8 +241,7 @@ class PerSampleEMA(Momentum):
 
     def __post_init__(self) -> None:
         _require_share(self, "gamma", self.gamma)
-        must = " or ".join(repr(k) for k in get_args(Keep))
-        require(self.keep in get_args(Keep), "PerSampleEMA", "keep", must, self.keep)
+        require_choice("PerSampleEMA", "keep", self.keep, Keep)
         ok = is_number(self.tolerance) and 0 < self.tolerance < 1
         require(ok, "PerSampleEMA", "tolerance", "between 0 and 1", self.tolerance)
         require(self.directory is None or Path(self.directory).is_dir(), "PerSampleEMA", "directory",
@@ -259,11 +253,6 @@ class PerSampleEMA(Momentum):
         if self.keep == "gradients" or self.gamma == 1:
             return 1
         return math.ceil(math.log(self.tolerance) / math.log(1 - self.gamma))
-
-    @property
-    def alone(self) -> bool:
-        """Only if nothing is remembered."""
-        return False
 
     @property
     def per_sample(self) -> bool:

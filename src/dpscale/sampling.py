@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import count
 from typing import ClassVar, Literal
 
 import dp_accounting
@@ -90,14 +91,8 @@ class Sampling(ABC):
         action = "The dataset is empty: give it samples." if self.size == 0 else "Pass len(dataset)."
         require_count(owner, "size", self.size, action=action)
         require_count(owner, "batch", self.batch, action="It is the expected number of samples per step.")
-        require(
-            self.batch <= self.size,
-            owner,
-            "batch",
-            f"at most size = {self.size}",
-            self.batch,
-            "Take a smaller batch, or FullBatch for every sample in every step.",
-        )
+        action = "Take a smaller batch, or FullBatch for every sample in every step."
+        require(self.batch <= self.size, owner, "batch", f"at most size = {self.size}", self.batch, action)
 
     @property
     def rate(self) -> float:
@@ -137,12 +132,10 @@ class Sampling(ABC):
         owner = f"{type(self).__name__}.event"
         ok = is_number(noise_multiplier) and 0 <= noise_multiplier < math.inf
         require(ok, owner, "noise_multiplier", "a finite number >= 0", noise_multiplier)
-        ok = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
-        require(ok, owner, "steps", "an integer >= 0", steps, "Count the steps taken so far.")
+        require_count(owner, "steps", steps, least=0, action="Count the steps taken so far.")
         if steps == 0:
             return dp_accounting.NoOpDpEvent()
-        gaussian = dp_accounting.GaussianDpEvent(noise_multiplier / self.sensitivity_factor)
-        return self._compose(gaussian, steps)
+        return self._compose(dp_accounting.GaussianDpEvent(noise_multiplier / self.sensitivity_factor), steps)
 
     def draws(self, rng: np.random.Generator, *, start: int = 0) -> Iterator[Indices]:
         """The indices of step ``start``, ``start + 1``, … without end.
@@ -152,19 +145,15 @@ class Sampling(ABC):
         amplification claimed for a sampler needs the draws to be secret: seed ``rng`` from the system
         (``numpy.random.default_rng()``) unless the run is only an experiment.
         """
-        ok = isinstance(start, int) and not isinstance(start, bool) and start >= 0
-        require(ok, f"{type(self).__name__}.draws", "start", "an integer >= 0", start)
+        require_count(f"{type(self).__name__}.draws", "start", start, least=0)
         key: tuple[int, ...] = tuple(rng.integers(0, 2**32, size=8, dtype=np.uint32).tolist())
         return self._draws(key, start)
 
     def _draws(self, key: tuple[int, ...], start: int) -> Iterator[Indices]:
-        step = start
-        while True:
-            yield self._draw(_generator(key, step))
-            step += 1
+        return (self._draw(_generator(key, step)) for step in count(start))
 
-    @abstractmethod
-    def _draw(self, rng: np.random.Generator) -> Indices: ...
+    def _draw(self, rng: np.random.Generator) -> Indices:
+        raise NotImplementedError
 
     @abstractmethod
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent: ...
@@ -220,9 +209,8 @@ class FixedSize(Sampling):
         return _subset(rng, self.size, self.batch)
 
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
-        return dp_accounting.SelfComposedDpEvent(
-            dp_accounting.SampledWithoutReplacementDpEvent(self.size, self.batch, gaussian), steps
-        )
+        sampled = dp_accounting.SampledWithoutReplacementDpEvent(self.size, self.batch, gaussian)
+        return dp_accounting.SelfComposedDpEvent(sampled, steps)
 
     def describe(self) -> str:
         """The sampler in plain words."""
@@ -297,9 +285,6 @@ class Shuffled(Sampling):
                 yield order[step * self.batch : (step + 1) * self.batch]
             epoch, first = epoch + 1, 0
 
-    def _draw(self, rng: np.random.Generator) -> Indices:
-        raise AssertionError("a shuffled batch depends on its epoch: _draws does the work")
-
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
         return dp_accounting.SelfComposedDpEvent(gaussian, -(-steps // self.steps_per_epoch))
 
@@ -322,26 +307,17 @@ def _generator(key: tuple[int, ...], index: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([*key, index], pool_size=8)))
 
 
-def _subset(rng: np.random.Generator, size: int, count: int) -> Indices:
+def _subset(rng: np.random.Generator, size: int, samples: int) -> Indices:
     # Sorted: the order within a batch means nothing, and sorted reads are kinder to storage.
-    return np.sort(rng.choice(size, count, replace=False, shuffle=False)).astype(np.int64, copy=False)
+    return np.sort(rng.choice(size, samples, replace=False, shuffle=False)).astype(np.int64, copy=False)
 
 
 def _require_adjacency(sampling: Sampling, *allowed: Adjacency) -> None:
-    require(
-        sampling.adjacency in allowed,
-        type(sampling).__name__,
-        "adjacency",
-        " or ".join(repr(a) for a in allowed),
-        sampling.adjacency,
-        "Say which two datasets are to be indistinguishable.",
-    )
+    must, action = " or ".join(map(repr, allowed)), "Say which two datasets are to be indistinguishable."
+    require(sampling.adjacency in allowed, type(sampling).__name__, "adjacency", must, sampling.adjacency, action)
 
 
 SAMPLERS: dict[str, type[Sampling]] = {
-    "poisson": Poisson,
-    "fixed-size": FixedSize,
-    "full-batch": FullBatch,
-    "shuffled": Shuffled,
-}
+    "poisson": Poisson, "fixed-size": FixedSize, "full-batch": FullBatch, "shuffled": Shuffled,
+}  # fmt: skip
 """Every sampler by its short name: the command line and the conformance tests read this."""

@@ -52,15 +52,11 @@ def see_into(data: Any) -> None:
     """Let torch's trees see into mappings of any type, such as ``BatchEncoding``: they see dictionaries only."""
     if isinstance(data, MutableMapping) and not is_tree_node(type(data)):
         made_of: Any = type(data)
-        register_tree_node(
-            made_of,
-            lambda mapping: (list(mapping.values()), tuple(mapping)),
-            lambda values, names: made_of(dict(zip(names, values, strict=True))),
-        )
-    if isinstance(data, (Mapping, list, tuple)):
-        for value in data.values() if isinstance(data, Mapping) else data:
-            if isinstance(value, (Mapping, list, tuple)):
-                see_into(value)
+        register_tree_node(made_of, lambda mapping: (list(mapping.values()), tuple(mapping)),
+                           lambda values, names: made_of(dict(zip(names, values, strict=True))))  # fmt: skip
+    for value in data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ():
+        if isinstance(value, (Mapping, list, tuple)):
+            see_into(value)
 
 
 def batch_size(batch: Any) -> tuple[int, torch.device]:

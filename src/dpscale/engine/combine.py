@@ -14,7 +14,6 @@ from torch import Tensor
 from dpscale.engine.arguments import Points
 from dpscale.engine.compat import tree_leaves, version
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.layout import Layout
 from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules import Call, Form
 from dpscale.engine.rules.derivation import Derived, expanded, resolve
@@ -41,16 +40,13 @@ def evaluate(
     """A forward and a backward at each point; the coefficient and the mask ride in on the seed of the backward."""
     tapes: list[Tape] = []
     grads: list[Sequence[Tensor | None]] = []
-    losses = None
     each: Sequence[tuple[float | Tensor, Mapping[str, Tensor] | None]] = points or [(1.0, None)]
     for coefficient, values in each:
         with torch.enable_grad(), Tape(parameters, values, sites, len(mask)) as tape:
-            now = run(batch)
+            losses = run(batch)
         tapes.append(tape)
-        grads += backward([tape], parameters, now, coefficient * mask.to(now.dtype))
-        losses = now.detach()
-    assert losses is not None
-    return tapes, grads, losses
+        grads += backward([tape], parameters, losses, coefficient * mask.to(losses.dtype))
+    return tapes, grads, losses.detach()
 
 
 def backward(
@@ -183,7 +179,10 @@ def _forms(
         layout = site.layouts["out0"]
         repeated = expanded(derived[op.keys[0]], grads[0], layout, samples)
         found = repeated and resolve(repeated[1], repeated[0], derived)
-        yield found or (op.keys[0], Dense(_one_by_one(grads[0], layout, samples)))
+        if not found:  # for each sample, the gradient in its own rows and zero in the others'
+            own, g = torch.eye(samples, dtype=torch.bool, device=grads[0].device), grads[0]
+            found = op.keys[0], Dense(torch.stack([g.where(layout.spread(one, g), 0) for one in own]))
+        yield found
         return
     if site.rule is None:
         flat, spec = by_name(op.args, op.kwargs)
@@ -199,12 +198,6 @@ def _forms(
     call = Call(op.function, arguments, samples, site.layouts["out0"], site.layouts, frozenset(slots))
     for slot, form in site.rule.forms(call, grads[0]):
         yield slots[slot], form
-
-
-def _one_by_one(g: Tensor, layout: Layout, samples: int) -> Tensor:
-    """(B, *shape): for each sample, the gradient in its own rows and zero in the others'."""
-    own = torch.eye(samples, dtype=torch.bool, device=g.device)
-    return torch.stack([g.where(layout.spread(own[i], g), 0) for i in range(samples)])
 
 
 def _carried_back(tape: Tape, through: Mapping[str, Sequence[Form]]) -> Iterator[tuple[str, Form]]:

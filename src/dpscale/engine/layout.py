@@ -71,10 +71,9 @@ def candidates(shape: Sequence[int], smaller: Sequence[int], samples: int, fewer
 
 def fit(options: Sequence[Layout], touched: Sequence[Tensor]) -> list[Layout]:
     """The layouts under which sample i's evidence, ``touched[i]``, lies in sample i's rows alone."""
-    samples = len(touched)
+    ids = torch.arange(len(touched), device=touched[0].device)
 
     def agrees(layout: Layout) -> bool:
-        ids = torch.arange(samples, device=touched[0].device)
         owner = layout.spread(ids, touched[0])
         return all(not bool((mask & (owner != i)).any()) for i, mask in enumerate(touched))
 

@@ -4,6 +4,8 @@ y = f(x, p) element by element, so sample i's gradient of p is g·∂f/∂p, sum
 rows along which p was repeated:
 
     y = x + α·p:  α·g       y = x·p:  g·x       y = x / p:  −g·(x/p)/p       y = p / x:  g / x
+
+and `prelu`: y = x where x > 0, else p·x, with one p or one per channel (dimension 1).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +20,9 @@ from dpscale.engine.rules.forms import Dense, Form, wide
 
 def _family(*names: str) -> tuple[Callable[..., Any], ...]:
     """An operation under all its names: function, method, operator, and the twins that write their first argument."""
-    found = []
-    for name in names:
-        for owner, called in (
-            (torch, name),
-            (torch.Tensor, name),
-            (torch.Tensor, f"{name}_"),
-            (torch.Tensor, f"__{name}__"),
-            (torch.Tensor, f"__i{name}__"),
-        ):
-            if hasattr(owner, called):
-                found.append(getattr(owner, called))
-    return tuple(found)
+    methods = [called for n in names for called in (n, f"{n}_", f"__{n}__", f"__i{n}__")]
+    places = [*((torch, name) for name in names), *((torch.Tensor, method) for method in methods)]
+    return tuple(getattr(owner, name) for owner, name in places if hasattr(owner, name))
 
 
 ADD = _family("add")
@@ -70,6 +63,25 @@ class Arithmetic(Rule):
             alpha = call.get("alpha", 1) * (-1 if call.function in SUBTRACT else 1)
             g_rows = g_rows if alpha == 1 else g_rows * alpha
         yield slot, Dense(reduced(g_rows, p.shape))
+
+
+class PReLU(Rule):
+    """The rule of `torch.prelu`: ∂y/∂w is x where x is not positive."""
+
+    functions = (torch.prelu, torch.Tensor.prelu)
+    names = ("input", "weight")
+    trainable = ("weight",)
+
+    def accepts(self, call: Call) -> bool:
+        """The batch may lie anywhere but in the channels."""
+        return call.layout.dim != 1 or call.arguments["weight"].numel() == 1
+
+    def forms(self, call: Call, g: Tensor) -> Iterator[tuple[str, Form]]:
+        """g·min(x, 0), summed over all but the channels."""
+        weight, channels = call.arguments["weight"], call.arguments["weight"].numel()
+        grad = call.rows(wide(g) * call.arguments["input"].clamp(max=0))
+        grad = reduced(grad, (channels, *[1] * (g.ndim - 2)) if channels > 1 else ())
+        yield "weight", Dense(grad.reshape(-1, *weight.shape))
 
 
 def reduced(g_rows: Tensor, shape: Sequence[int]) -> Tensor:

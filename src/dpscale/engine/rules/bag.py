@@ -74,13 +74,9 @@ class Scattered(Form):
             return None
         bags, more = self.g_BKD.shape[1], other.g_BKD.shape[1]
         sources = [_shifted(self.source_N, bags, bags + more, 0), _shifted(other.source_N, more, bags + more, bags)]
-        return replace(
-            self,
-            g_BKD=torch.cat([wide(self.g_BKD), wide(other.g_BKD)], 1),
-            source_N=torch.cat(sources),
-            scale_N=torch.cat([wide(self.scale_N), wide(other.scale_N)]),
-            index_N=torch.cat([self.index_N, other.index_N]),
-        )
+        vectors = torch.cat([wide(self.g_BKD), wide(other.g_BKD)], 1)
+        scales, index = torch.cat([wide(self.scale_N), wide(other.scale_N)]), torch.cat([self.index_N, other.index_N])
+        return replace(self, g_BKD=vectors, source_N=torch.cat(sources), scale_N=scales, index_N=index)
 
     def _vectors(self) -> Tensor:
         """(N, D). Zero times an infinite scale must stay zero: that is how a sample is dropped."""

@@ -95,12 +95,11 @@ def resolve(form: Form, key: str, derived: Mapping[str, Derived]) -> tuple[str, 
         if source is None or position is None or (source.is_complex() and made.function in CONJUGATES):
             return None
         if made.function in LOOKUPS:
-            if path and isinstance(form, Dense):  # no larger than what was looked up
-                form, path = Dense(Pulled(form, tuple(path)).per_sample()), []
-            table = looked_up(made, form) if isinstance(form, Dense) else None
-            if table is None:
+            lookup = _Lookup.of(made)
+            if lookup is None or not isinstance(form, Dense):
                 return None
-            form = table
+            rows = Pulled(form, tuple(path)).per_sample().flatten(1, -2)  # no larger than what was looked up
+            form, path = lookup.rows(lookup.index.flatten().expand(len(rows), -1), rows), []
         elif made.function in TRANSPOSES and not path and isinstance(form, Outer) and source.ndim == 2:
             form = Outer(form.g_BTO, form.a_BTI) if made.exchanges else form
         elif made.function not in COPIES:
@@ -143,15 +142,6 @@ def expanded(made: Derived, g: Tensor, layout: Layout, samples: int) -> tuple[st
     else:
         return None
     return made.sources[position], form
-
-
-def looked_up(made: Derived, form: Dense) -> Rows | None:
-    """The gradients of a table, from those of the rows that were looked up for all samples alike."""
-    lookup = _Lookup.of(made)
-    if lookup is None:
-        return None
-    rows = form.per_sample().flatten(1, -2)
-    return lookup.rows(lookup.index.flatten().expand(len(rows), -1), rows)
 
 
 @dataclass(frozen=True)
