@@ -62,11 +62,9 @@ class MomentumState:
 
     def release(self, sums: dict[str, Tensor]) -> None:
         """Take note of w_k, and turn the noisy sum into what the optimizer gets, in place. Once per step."""
-        return
 
     def allocate(self, samples: int) -> None:
         """Make room for what is kept for each sample, where anything is."""
-        return
 
     def remember(self, grads: Mapping[str, Tensor], rows: slice, keep_B: Tensor) -> dict[str, Tensor]:
         """Per-sample vectors in place of the gradients of the samples ``rows``, for a momentum with ``per_sample``."""
@@ -166,11 +164,8 @@ class InnerOuter(Momentum):
 
     def start(self, parameters: Weights) -> MomentumState:
         """Remembers K0 weights, and M."""
-
-        def coefficient(age: int, step: int) -> float:
-            return float(self.gamma0**age)
-
-        return _Ring(parameters, self.K0, coefficient, normalize=self.normalize, outer=(1 - self.gamma1, 1.0))
+        outer = 1 - self.gamma1, 1.0
+        return _Ring(parameters, self.K0, lambda age, _: self.gamma0**age, normalize=self.normalize, outer=outer)
 
     def describe(self) -> str:
         """In plain words."""
@@ -207,9 +202,8 @@ class DiSK(Momentum):
 
     def start(self, parameters: Weights) -> MomentumState:
         """Remembers the last weights, and M."""
-        return _Ahead(
-            parameters, self.gamma, (1 - self.kappa) / (self.kappa * self.gamma), (1 - self.kappa, self.kappa)
-        )
+        ahead = (1 - self.kappa) / (self.kappa * self.gamma)
+        return _Ahead(parameters, self.gamma, ahead, (1 - self.kappa, self.kappa))
 
     def describe(self) -> str:
         """In plain words."""
@@ -272,11 +266,8 @@ class PerSampleEMA(Momentum):
         """Remembers m of every sample, or weights."""
         if self.keep == "gradients":
             return _Averages(parameters, self.gamma, self.directory)
-
-        def coefficient(age: int, step: int) -> float:
-            return float((1 if age == step else self.gamma) * (1 - self.gamma) ** age)
-
-        return _Ring(parameters, self.evaluations - 1, coefficient)
+        share, places = self.gamma, self.evaluations - 1
+        return _Ring(parameters, places, lambda age, step: (1 if age == step else share) * (1 - share) ** age)
 
     def describe(self) -> str:
         """In plain words."""

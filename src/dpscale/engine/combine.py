@@ -6,6 +6,7 @@ several points, has the *sum* of those gradients, so its uses are added before t
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from dpscale.engine.arguments import Points
 from dpscale.engine.compat import tree_leaves, version
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules import Call, Form
 from dpscale.engine.rules.derivation import Derived, expanded, resolve
 from dpscale.engine.rules.forms import Change, Dense, Packed, drop, total, widen
@@ -24,6 +24,33 @@ from dpscale.scaling import Scaling
 
 Forms = dict[str, Form]
 """The per-sample gradients of each parameter."""
+
+
+@dataclass(frozen=True)
+class ScaledSum:
+    """Σ_i weight_i · gradient_i over the samples of a batch, and what it was made of.
+
+    Guarantee: no sample adds more than ``bound`` to the sum, in norm over all trainable parameters.
+
+    Attributes:
+        grads: the sum, by parameter name, in float32 or wider.
+        norms, weights: per sample, (B,); both 0 where masked.
+        losses: per sample, (B,); with several points, at the last.
+        ignored: how many samples had a gradient that is not finite; they add exactly nothing.
+        bound: of the rule that gave the weights.
+
+    All but ``bound`` are exact, without noise: not for release.
+    """
+
+    grads: dict[str, Tensor]
+    norms: Tensor
+    weights: Tensor
+    losses: Tensor
+    ignored: Tensor
+    bound: float
+
+    def __repr__(self) -> str:
+        return f"ScaledSum({len(self.grads)} parameters, {len(self.norms)} samples, bound={self.bound:g})"
 
 
 @contextmanager
@@ -76,12 +103,8 @@ def backward(
 
 
 def gradients(tapes: Sequence[Tape], grads: Sequence[Sequence[Tensor | None]]) -> Forms:
-    """The per-sample gradients of each parameter, over all operations and all tapes (points).
-
-    Args:
-        tapes: of forwards that ran.
-        grads: for each, the gradient at each of its edges.
-    """
+    """The per-sample gradients of each parameter, over all operations and all tapes (points), from the gradients at the
+    edges of each tape."""
     uses: dict[str, list[Form]] = {}
     for tape, arrived in zip(tapes, grads, strict=True):
         through: dict[str, list[Form]] = {}
@@ -97,17 +120,10 @@ def gradients(tapes: Sequence[Tape], grads: Sequence[Sequence[Tensor | None]]) -
 
 
 def combine(forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor], losses_B: Tensor) -> ScaledSum:
-    """Norms, then weights, then the sum.
+    """Norms, then weights, then the sum; zero for those parameters of ``shapes`` that got no gradient.
 
     Guarantee: each sample adds at most ``rule.bound`` to the sum, in norm; one whose gradient is not finite, or that is
     masked, adds exactly nothing.
-
-    Args:
-        forms: the per-sample gradients.
-        rule: from norm to weight.
-        mask_B: the samples that count.
-        shapes: the parameters, for those that got no gradient (their sum is zero).
-        losses_B: for the result.
     """
     out, finite = weigh(forms, rule, mask_B, shapes, losses_B)
     if bool(finite):
@@ -201,25 +217,19 @@ def _forms(
 
 
 def _carried_back(tape: Tape, through: Mapping[str, Sequence[Form]]) -> Iterator[tuple[str, Form]]:
-    """Per-sample gradients of functions of parameters, carried back to the parameters themselves."""
+    """Per-sample gradients of functions of parameters, carried back to the parameters themselves; by autograd through
+    functions that do not keep norms (weight norm), with B gradients of each."""
     others: dict[str, Form] = {}
     for key, forms in through.items():
         form = total(forms)
-        found = resolve(form, key, tape.derived)
-        if found is None:
-            others[key] = form
-        else:
+        if (found := resolve(form, key, tape.derived)) is not None:
             yield found
-    yield from _chained(tape, others)
-
-
-def _chained(tape: Tape, through: Mapping[str, Form]) -> Iterator[tuple[str, Form]]:
-    """The same by autograd, for functions that do not keep norms (weight norm): B gradients of each."""
-    if not through:
+        else:
+            others[key] = form
+    if not others:
         return
-    outputs = [tape.derived[k].tensor for k in through]
-    grads = [form.per_sample().to(t.dtype) for form, t in zip(through.values(), outputs, strict=True)]
-    leaves = list(tape.leaves.values())
+    outputs, leaves = [tape.derived[key].tensor for key in others], list(tape.leaves.values())
+    grads = [form.per_sample().to(t.dtype) for form, t in zip(others.values(), outputs, strict=True)]
     back = torch.autograd.grad(outputs, leaves, grads, is_grads_batched=True, allow_unused=True, retain_graph=True)
     for name, g in zip(tape.leaves, back, strict=True):
         if g is not None:

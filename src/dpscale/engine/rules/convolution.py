@@ -22,18 +22,7 @@ from torch import Tensor
 
 from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import (
-    Dense,
-    Form,
-    Stack,
-    as_multiplied,
-    same,
-    scaled,
-    side_by_side,
-    size,
-    slack,
-    wide,
-)
+from dpscale.engine.rules.forms import Dense, Form, Stack, as_multiplied, same, scaled, side_by_side, size, slack, wide
 from dpscale.engine.rules.linear import CHUNK, Outer
 
 SMALL = 1 << 23

@@ -4,9 +4,9 @@ Sample i's gradient of W adds g_t to row index_t for each position t: Σ_t e(ind
 share a row, so the squared norm is Σ_{t,t'} [index_t = index_t'] g_t·g_t'.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,14 @@ class Rows(Form):
     index_BT: Tensor
     g_BTD: Tensor
     table: int
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], index_BT: Tensor, g_BTD: Tensor) -> Self:
+        """Of a lookup, by its arguments: none for the padding index."""
+        padding = arguments.get("padding_idx")
+        if padding is not None and padding >= 0:
+            g_BTD = g_BTD.masked_fill((index_BT == padding).unsqueeze(2), 0)
+        return cls(index_BT, g_BTD, len(arguments["weight"]))
 
     def norm2(self) -> Tensor:
         """Sum the positions that share a row, then square."""
@@ -81,12 +89,7 @@ class Embedding(Rule):
     def forms(self, call: Call, g: Tensor) -> Iterator[tuple[str, Form]]:
         """Rows of the table, none for the padding index."""
         index_BT = call.rows(call.arguments["input"]).flatten(1)
-        g_BTD = call.rows(g).flatten(1, -2)
-        table = len(call.arguments["weight"])
-        padding = call.get("padding_idx", -1)
-        if padding is not None and padding >= 0:
-            g_BTD = g_BTD.masked_fill((index_BT == padding).unsqueeze(2), 0)
-        yield "weight", Rows(index_BT, g_BTD, table)
+        yield "weight", Rows.of(call.arguments, index_BT, call.rows(g).flatten(1, -2))
 
 
 def slots(index_BT: Tensor) -> Tensor:

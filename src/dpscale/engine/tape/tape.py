@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -34,6 +34,9 @@ from dpscale.engine.tape.composites import COMPOSITES, packed
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _NOT_IN_PLACE = {"__index__", "__int__", "__invert__", "__init__"}
 
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 Role = Literal["rows", "expanded", "shared", "plain"]
 
 
@@ -67,15 +70,17 @@ class Site:
         return replace(self, constants=self.constants | known.constants) if known == self and known else self
 
 
-class OpName:
+class OpName(NamedTuple):
     """One operation that consumes parameters: the function, the parameters, and the how-manieth such call it is.
 
     Layers that are built alike (``blocks.3.fc`` and ``blocks.4.fc``) have the same ``family``: one that was dropped at
     random when a model was looked at is known by the others.
     """
 
-    def __init__(self, function: Callable[..., Any], names: tuple[str, ...], shape: Any, ordinal: int) -> None:
-        self.function, self.names, self.shape, self.ordinal = function, names, shape, ordinal
+    function: Function
+    names: tuple[str, ...]
+    shape: Any
+    ordinal: int
 
     @property
     def exact(self) -> tuple[Any, ...]:
@@ -114,23 +119,20 @@ class Sites:
         if exact is not None and op.ordinal in exact:
             return exact[op.ordinal]
         calls: Mapping[int, Site | None] = exact or self._family.get(op.family, {})
-        site = calls.get(op.ordinal)
-        if site is None and calls and op.ordinal not in calls:
-            first = next(iter(calls.values()))
-            site = first if all(each == first for each in calls.values()) else None
-        if site is None:
+        first, *others = [calls[op.ordinal]] if op.ordinal in calls else calls.values() or [None]
+        if first is None or any(other != first for other in others):
             raise UnknownOperation
-        return site
+        return first
 
 
 @dataclass(frozen=True)
 class TapedOp:
     """One operation as it ran: what a rule needs once the output gradients are known."""
 
-    function: Callable[..., Any]
+    function: Function
     site: Site
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     keys: dict[int, str]
     edges: dict[int, GradientEdge]
     versions: list[tuple[Tensor, int]]
@@ -150,7 +152,7 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
                     yield item
 
 
-def in_place(func: Callable[..., Any]) -> bool:
+def in_place(func: Function) -> bool:
     """Whether an operation writes its first argument: `add_`, `__iadd__`, `__setitem__`."""
     name = getattr(func, "__name__", "")
     if name.endswith("__"):
@@ -158,7 +160,7 @@ def in_place(func: Callable[..., Any]) -> bool:
     return name.endswith("_")
 
 
-def out_of_place(func: Callable[..., Any]) -> Callable[..., Any]:
+def out_of_place(func: Function) -> Function:
     """The twin of an in-place operation that leaves its first argument alone; any other operation is its own."""
     if not in_place(func):
         return func
@@ -175,12 +177,12 @@ def out_of_place(func: Callable[..., Any]) -> Callable[..., Any]:
     return on_a_copy
 
 
-def result(func: Callable[..., Any], args: tuple[Any, ...], out: Any) -> Any:
+def result(func: Function, args: Args, out: Any) -> Any:
     """What an operation made: what it returned, or what it wrote where it returns nothing (``x[i] = w``)."""
     return args[0] if out is None and in_place(func) else out
 
 
-def as_now(func: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
+def as_now(func: Function, tensors: Iterable[Tensor]) -> Function:
     """The operation, not in place, as a function that runs under the autocast that is in force now."""
     twin = out_of_place(func)
     states = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in {t.device.type for t in tensors}]
@@ -205,7 +207,7 @@ def shapes_of(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
     return tuple([t.shape for t in tensors])
 
 
-def asks(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+def asks(func: Function, args: Args) -> bool:
     """Whether a call only asks for a property of a tensor, such as ``x.shape``; ``x.T`` is an operation."""
     return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
 
@@ -219,7 +221,7 @@ def asks(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def _region(
-    fn: Callable[..., Any], preserve_rng_state: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any
+    fn: Function, preserve_rng_state: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any
 ) -> Iterator[None]:
     """Stands where torch prepares a recomputation (use_reentrant=False): before and after the region's forward."""
     with nullcontext() if context_fn is None else context_fn()[0]:
@@ -230,7 +232,7 @@ class _Reentrant:
     """Stands where torch runs a region that it will run again (use_reentrant=True)."""
 
     @staticmethod
-    def apply(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    def apply(run: Function, preserve_rng_state: bool, *args: Any) -> Any:
         return run(*args)
 
 
@@ -261,7 +263,7 @@ class ParameterOps(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.keys: dict[int, str] = {}
-        self._entered: list[Callable[..., Any]] = []
+        self._entered: list[Function] = []
 
     def __enter__(self) -> Self:
         Watched.add(1)
@@ -272,9 +274,7 @@ class ParameterOps(TorchFunctionMode):
         Watched.add(-1)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("create_graph") and func in _BACKWARDS:
             raise UnsupportedModel(SECOND)
@@ -283,7 +283,7 @@ class ParameterOps(TorchFunctionMode):
         inside = self.enter(func, args)
         return self.meet(func, args, kwargs) if inside is None else inside(*args, **kwargs)
 
-    def enter(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    def enter(self, func: Function, args: Args) -> Function | None:
         """As `enter`, watched; but not one that hands itself over a second time."""
         inside = enter(func)
         if inside is None or func in self._entered or packed(func, args):
@@ -299,11 +299,11 @@ class ParameterOps(TorchFunctionMode):
 
         return watched
 
-    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pass_by(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """An operation that consumes no parameter."""
         return func(*args, **kwargs)
 
-    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def meet(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """An operation that does."""
         raise NotImplementedError
 
@@ -345,34 +345,27 @@ class Tape(ParameterOps):
         """Where a backward must deliver gradients."""
         return [edge for op in self.ops for edge in op.edges.values()]
 
-    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run on stand-ins and tape, or build a function of parameters alone."""
+    def meet(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        """Run on stand-ins and tape, or build a function of parameters alone, as the site of the operation says."""
         flat, spec = tree_flatten((args, kwargs))
         standing = [self.stand_in.get(id(t), t) if isinstance(t, Tensor) else t for t in flat]
         if not torch.is_grad_enabled():
             args, kwargs = tree_unflatten(standing, spec)
             return func(*args, **kwargs)
         keys = {k: self.keys[id(t)] for k, t in enumerate(flat) if isinstance(t, Tensor) and id(t) in self.keys}
-        return self.run(self._name(func, keys, flat), standing, spec, keys)
-
-    def _name(self, func: Callable[..., Any], keys: Mapping[int, str], flat: list[Any]) -> OpName:
-        names = tuple(keys.values())
-        shape = tuple([t.ndim if isinstance(t, Tensor) else None for t in flat])
-        self._calls[func, names, shape] += 1
-        return OpName(func, names, shape, self._calls[func, names, shape] - 1)
-
-    def run(self, op: OpName, standing: list[Any], spec: Any, keys: dict[int, str]) -> Any:
-        """As the site of the operation says."""
-        site, func = self.find(op, standing, keys), op.function
-        if site.role in ("plain", "shared"):
-            args, kwargs = tree_unflatten(standing, spec)
-            out = func(*args, **kwargs)
-            if site.role == "shared":
-                self.derive(op, func, args, kwargs, keys, result(func, args, out))
-            return out
+        name = func, tuple(keys.values()), tuple([t.ndim if isinstance(t, Tensor) else None for t in flat])
+        op = OpName(*name, self._calls[name])
+        self._calls[name] += 1
+        site = self.find(op, standing, keys)
+        if site.role == "rows":
+            return self.combine(op, site, standing, spec, keys)
+        args, kwargs = tree_unflatten(standing, spec)
         if site.role == "expanded":
-            return self.expand(op, site, standing, spec, keys)
-        return self.combine(op, site, standing, spec, keys)
+            return self.expand(op, site, args, kwargs, keys)
+        out = func(*args, **kwargs)
+        if site.role == "shared":
+            self.derive(op, func, args, kwargs, keys, result(func, args, out))
+        return out
 
     def find(self, op: OpName, standing: list[Any], keys: dict[int, str]) -> Site:
         """What is known of the operation."""
@@ -390,9 +383,8 @@ class Tape(ParameterOps):
             raise UnknownOperation
         self.lost = True
 
-    def expand(self, op: OpName, site: Site, standing: list[Any], spec: Any, keys: dict[int, str]) -> Any:
+    def expand(self, op: OpName, site: Site, args: Args, kwargs: Kwargs, keys: dict[int, str]) -> Any:
         """Repeat a parameter once per sample; what comes of it is data."""
-        args, kwargs = tree_unflatten(standing, spec)
         run = out_of_place(op.function)
         whole = run(*args, **kwargs)
         key = self.derive(op, run, args, kwargs, keys, whole, met=False)
@@ -405,8 +397,7 @@ class Tape(ParameterOps):
         if not self._attached:
             standing = [t.detach() if k in keys else t for k, t in enumerate(standing)]
         args, kwargs = tree_unflatten(standing, spec)
-        func = op.function
-        into = args[0] if in_place(func) else None
+        func, into = op.function, args[0] if in_place(op.function) else None
         if into is not None:
             # Run on a copy and write the result back: what is taped is then neither changed later, nor a view, whose
             # own edge no gradient reaches once the tensor that it is a view of is used.
@@ -423,14 +414,13 @@ class Tape(ParameterOps):
             return into.copy_(out)
         return channels.after(func, args, out) if self._channels_last else out
 
-    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pass_by(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Run it as it is."""
         return channels.between(func, args, kwargs) if self._channels_last else func(*args, **kwargs)
 
     def derive(
-        self, op: OpName, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-        keys: dict[int, str], out: Any, met: bool = True,
-    ) -> str:  # fmt: skip
+        self, op: OpName, func: Function, args: Args, kwargs: Kwargs, keys: dict[int, str], out: Any, met: bool = True
+    ) -> str:
         """Record a function of parameters; with ``met``, later operations on it are met as on a parameter."""
         key = ""
         name = f"{getattr(op.function, '__name__', '?')}({', '.join(op.names)})"
@@ -444,10 +434,7 @@ class Tape(ParameterOps):
                     self.stand_in[id(t)] = t
         return key
 
-    def tape(
-        self, func: Callable[..., Any], site: Site, args: tuple[Any, ...], kwargs: dict[str, Any],
-        keys: dict[int, str], out: Any,
-    ) -> None:  # fmt: skip
+    def tape(self, func: Function, site: Site, args: Args, kwargs: Kwargs, keys: dict[int, str], out: Any) -> None:
         """Note an operation that ran."""
         outputs = dict(enumerate(t for t in tree_flatten(out)[0] if isinstance(t, Tensor)))
         outputs = {k: t for k, t in outputs.items() if f"out{k}" in site.layouts}
@@ -492,7 +479,7 @@ _PYTHON = ("torch.nn.functional", "torch.functional")
 
 
 @cache
-def enter(func: Callable[..., Any]) -> Callable[..., Any] | None:
+def enter(func: Function) -> Function | None:
     """A composite of torch's own, as a function whose inner operations the mode sees; None for anything else.
 
     One in C++ is written anew in `composites`. One in Python starts by handing itself to the mode: its twin shares its
