@@ -45,11 +45,14 @@ class MomentumState:
 
     Args:
         parameters: the trainable parameters, which an optimizer updates in place.
+        outer: (a, b) of the average of the noisy sums, M = a·M + b·g.
     """
 
-    def __init__(self, parameters: Weights) -> None:
+    def __init__(self, parameters: Weights, outer: tuple[float, float] = (0.0, 1.0)) -> None:
         self._now = parameters
         self._known = _identities(parameters)
+        self._carried, self._fresh = outer
+        self._average: dict[str, Tensor] = {}
 
     def changed(self, parameters: Weights) -> str | None:
         """A parameter that was frozen, unfrozen, moved, converted or replaced since the first step, if there is one."""
@@ -62,6 +65,17 @@ class MomentumState:
 
     def release(self, sums: dict[str, Tensor]) -> None:
         """Take note of w_k, and turn the noisy sum into what the optimizer gets, in place. Once per step."""
+        fresh = list(sums.values())
+        if self._fresh != 1:
+            foreach_mul_(fresh, self._fresh)
+        if self._carried == 0:
+            return
+        if not self._average:
+            self._average = {n: t.clone() for n, t in sums.items()}
+            return
+        average = [self._average[n] for n in sums]
+        foreach_add_(fresh, average, alpha=self._carried)
+        foreach_copy_(average, fresh)
 
     def allocate(self, samples: int) -> None:
         """Make room for what is kept for each sample, where anything is."""
@@ -120,7 +134,7 @@ class HeavyBall(Momentum):
 
     def start(self, parameters: Weights) -> MomentumState:
         """Remembers M."""
-        return _Ring(parameters, 0, lambda age, step: 1.0, outer=(1 - self.gamma1, 1.0))
+        return MomentumState(parameters, outer=(1 - self.gamma1, 1.0))
 
     def describe(self) -> str:
         """In plain words."""
@@ -280,30 +294,7 @@ MOMENTA: dict[str, type[Momentum]] = {
 """Every momentum by its name on the command line."""
 
 
-class _Outer(MomentumState):
-    """Averages the noisy sums: M = a·M + b·g."""
-
-    def __init__(self, parameters: Weights, outer: tuple[float, float]) -> None:
-        super().__init__(parameters)
-        self._carried, self._fresh = outer
-        self._average: dict[str, Tensor] = {}
-
-    def release(self, sums: dict[str, Tensor]) -> None:
-        """The average in place of the sum."""
-        fresh = list(sums.values())
-        if self._fresh != 1:
-            foreach_mul_(fresh, self._fresh)
-        if self._carried == 0:
-            return
-        if not self._average:
-            self._average = {n: t.clone() for n, t in sums.items()}
-            return
-        average = [self._average[n] for n in sums]
-        foreach_add_(fresh, average, alpha=self._carried)
-        foreach_copy_(average, fresh)
-
-
-class _Ring(_Outer):
+class _Ring(MomentumState):
     """The last K weights, each in a place of its own: with every step the oldest is overwritten.
 
     ``coefficient(age, step)`` is that of the weights of ``age`` steps ago.
@@ -334,7 +325,7 @@ class _Ring(_Outer):
         super().release(sums)
 
 
-class _Ahead(_Outer):
+class _Ahead(MomentumState):
     """The present weights, and where they would be some way on along their last move."""
 
     def __init__(self, parameters: Weights, way: float, coefficient: float, outer: tuple[float, float]) -> None:

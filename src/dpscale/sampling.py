@@ -80,6 +80,7 @@ class Sampling(ABC):
     """
 
     accounted: ClassVar[str]  # how the event is accounted, in plain words
+    note: ClassVar[str] = ""  # what a reader of the privacy statement must be told about this sampler
     independent: ClassVar[bool] = True  # draws know nothing of each other: one that is not used costs nothing
 
     size: int
@@ -108,11 +109,6 @@ class Sampling(ABC):
     def physical_batch(self) -> int:
         """The one shape to which logical batches are padded."""
         return self.batch
-
-    @property
-    def note(self) -> str:
-        """What a reader of the privacy statement must be told about this sampler; empty if nothing."""
-        return ""
 
     def steps(self, epochs: float) -> int:
         """ceil(epochs · size / batch), in exact arithmetic: the number of steps in so many epochs.
@@ -254,6 +250,10 @@ class Shuffled(Sampling):
 
     accounted = "exact, one Gaussian release per epoch begun, no amplification by sampling"
     independent = False  # a batch that is left out brings the next epoch closer, and with it each sample's next release
+    note = (
+        "NOTE: shuffled epochs get NO amplification by sampling here. The cost counts one full Gaussian release per "
+        "epoch begun; use Poisson for a far smaller epsilon at the same noise."
+    )
     adjacency: Adjacency = "zero-out"
 
     def __post_init__(self) -> None:
@@ -264,14 +264,6 @@ class Shuffled(Sampling):
     def steps_per_epoch(self) -> int:
         """ceil(size/batch): a short last batch is a step like any other."""
         return -(-self.size // self.batch)
-
-    @property
-    def note(self) -> str:
-        """Why the noise is so large."""
-        return (
-            "NOTE: shuffled epochs get NO amplification by sampling here. The cost counts one full Gaussian "
-            "release per epoch begun; use Poisson for a far smaller epsilon at the same noise."
-        )
 
     def steps(self, epochs: float) -> int:
         """ceil(epochs · steps_per_epoch), in exact arithmetic."""

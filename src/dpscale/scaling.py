@@ -60,9 +60,9 @@ class Scaling(ABC):
         return self.C
 
     @property
-    @abstractmethod
     def peak_norm(self) -> float:
-        """A norm at which the weight is largest."""
+        """A norm at which the weight is largest: 0, unless the rule has a peak further on."""
+        return 0.0
 
     @property
     @abstractmethod
@@ -89,11 +89,6 @@ class Clip(Scaling):
         return torch.clamp(x / self.C, min=1.0).reciprocal()
 
     @property
-    def peak_norm(self) -> float:
-        """0: every norm up to C has the largest weight."""
-        return 0.0
-
-    @property
     def peak_weight(self) -> float:
         """1: clipping never enlarges a gradient."""
         return 1.0
@@ -116,11 +111,6 @@ class AutoS(Scaling):
 
     def _weight(self, x: Tensor) -> Tensor:
         return self.C / (x + self.r)
-
-    @property
-    def peak_norm(self) -> float:
-        """0: the smaller the gradient, the larger its weight."""
-        return 0.0
 
     @property
     def peak_weight(self) -> float:

@@ -16,9 +16,8 @@ from dpscale.engine.combine import evaluate, gradients, weigh
 from dpscale.engine.engine import engine_of
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.rules.arithmetic import Arithmetic, PReLU
-from dpscale.engine.rules.bag import EmbeddingBag
 from dpscale.engine.rules.convolution import Convolution, TransposedConvolution
-from dpscale.engine.rules.embedding import Embedding
+from dpscale.engine.rules.embedding import Embedding, EmbeddingBag
 from dpscale.engine.rules.linear import AddMM, Linear, MatMul
 from dpscale.engine.rules.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 

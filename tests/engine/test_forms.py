@@ -11,9 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from dpscale.engine import kernels
 from dpscale.engine.rules import convolution, linear
-from dpscale.engine.rules.bag import Scattered
 from dpscale.engine.rules.convolution import Patches
-from dpscale.engine.rules.embedding import Rows
+from dpscale.engine.rules.embedding import Rows, Scattered
 from dpscale.engine.rules.forms import Dense, Packed, Stack, Sum, drop, total, widen
 from dpscale.engine.rules.linear import Outer
 

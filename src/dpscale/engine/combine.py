@@ -18,7 +18,7 @@ from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.rules import Call, Form
 from dpscale.engine.rules.derivation import Derived, expanded, resolve
 from dpscale.engine.rules.forms import Change, Dense, Packed, drop, total, widen
-from dpscale.engine.rules.generic import by_name, generic_forms, replay
+from dpscale.engine.rules.generic import generic_forms
 from dpscale.engine.tape.tape import Sites, Tape, TapedOp, out_of_place
 from dpscale.scaling import Scaling
 
@@ -201,12 +201,9 @@ def _forms(
         yield found
         return
     if site.rule is None:
-        flat, spec = by_name(op.args, op.kwargs)
-        leaves = {str(k): flat[str(k)] for k in op.keys}
-        run = replay(out_of_place(op.function), spec)
-        call = Call(run, flat, samples, site.layouts["out0"], site.layouts, frozenset(leaves))
-        for slot, form in generic_forms(call, leaves, grads):
-            yield op.keys[int(slot)], form
+        run = out_of_place(op.function)
+        for k, form in generic_forms(run, op.args, op.kwargs, op.keys, site.layouts, samples, grads):
+            yield op.keys[k], form
         return
     arguments, given = site.rule.bind(op.args, op.kwargs), tree_leaves((op.args, op.kwargs))
     key_of = {id(given[k]): key for k, key in op.keys.items()}
@@ -217,8 +214,7 @@ def _forms(
 
 
 def _carried_back(tape: Tape, through: Mapping[str, Sequence[Form]]) -> Iterator[tuple[str, Form]]:
-    """Per-sample gradients of functions of parameters, carried back to the parameters themselves; by autograd through
-    functions that do not keep norms (weight norm), with B gradients of each."""
+    """Per-sample gradients of functions of parameters, carried back to the parameters themselves."""
     others: dict[str, Form] = {}
     for key, forms in through.items():
         form = total(forms)
@@ -226,10 +222,14 @@ def _carried_back(tape: Tape, through: Mapping[str, Sequence[Form]]) -> Iterator
             yield found
         else:
             others[key] = form
-    if not others:
-        return
-    outputs, leaves = [tape.derived[key].tensor for key in others], list(tape.leaves.values())
-    grads = [form.per_sample().to(t.dtype) for form, t in zip(others.values(), outputs, strict=True)]
+    if others:
+        yield from _chained(tape, others)
+
+
+def _chained(tape: Tape, through: Mapping[str, Form]) -> Iterator[tuple[str, Form]]:
+    """The same by autograd, for functions that do not keep norms (weight norm): B gradients of each."""
+    outputs, leaves = [tape.derived[key].tensor for key in through], list(tape.leaves.values())
+    grads = [form.per_sample().to(t.dtype) for form, t in zip(through.values(), outputs, strict=True)]
     back = torch.autograd.grad(outputs, leaves, grads, is_grads_batched=True, allow_unused=True, retain_graph=True)
     for name, g in zip(tape.leaves, back, strict=True):
         if g is not None:

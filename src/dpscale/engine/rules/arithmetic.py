@@ -41,8 +41,8 @@ class Arithmetic(Rule):
     def accepts(self, call: Call) -> bool:
         """A parameter that every row of the batch's dimension gets; a quotient that is not rounded; real numbers."""
         x, p = _roles(call)
-        shape = _broadcast_shape(x, p)
-        batch = p.ndim - (len(shape) - call.layout.dim)  # the batch's dimension, counted in p's own
+        dims = max(p.ndim, x.ndim if isinstance(x, Tensor) else 0)
+        batch = p.ndim - (dims - call.layout.dim)  # the batch's dimension, counted in p's own
         repeated = batch < 0 or p.shape[batch] == 1
         real = not (p.is_complex() or (isinstance(x, Tensor) and x.is_complex()))
         return bool(repeated and real and call.get("rounding_mode") is None)
@@ -97,7 +97,3 @@ def _roles(call: Call) -> tuple[Any, Tensor]:
     """(what stands beside it, the parameter)."""
     (slot,) = call.wanted
     return call.arguments["other" if slot == "input" else "input"], call.arguments[slot]
-
-
-def _broadcast_shape(x: Any, p: Tensor) -> Sequence[int]:
-    return torch.broadcast_shapes(x.shape, p.shape) if isinstance(x, Tensor) else p.shape
