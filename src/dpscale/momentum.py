@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -89,6 +89,8 @@ class MomentumState:
 class Momentum(ABC):
     """A choice of points and of what follows the noise."""
 
+    words: ClassVar[str]  # in plain words, for a privacy statement; its numbers to be filled in
+
     @property
     def evaluations(self) -> int:
         """Gradients per sample and step: the factor on the cost."""
@@ -108,9 +110,9 @@ class Momentum(ABC):
     def start(self, parameters: Weights) -> MomentumState:
         """The memory of a new run."""
 
-    @abstractmethod
     def describe(self) -> str:
         """In plain words, for a privacy statement."""
+        return self.words.format(self=self)
 
     def check(self, sampling: Sampling) -> None:
         """Refuse a sampler under which the accountant's argument would not hold."""
@@ -127,6 +129,7 @@ class HeavyBall(Momentum):
         gamma1: in (0, 1]; 1 forgets at once.
     """
 
+    words = "heavy ball on the noisy sums (gamma1 = {self.gamma1:g}), which is post-processing"
     gamma1: float
 
     def __post_init__(self) -> None:
@@ -135,10 +138,6 @@ class HeavyBall(Momentum):
     def start(self, parameters: Weights) -> MomentumState:
         """Remembers M."""
         return MomentumState(parameters, outer=(1 - self.gamma1, 1.0))
-
-    def describe(self) -> str:
-        """In plain words."""
-        return f"heavy ball on the noisy sums (gamma1 = {self.gamma1:g}), which is post-processing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +201,10 @@ class DiSK(Momentum):
         gamma: how far to look ahead, above 0. At γ = (1-κ)/κ the present point drops out.
     """
 
+    words = (
+        "each sample's gradients at the released weights and at a point ahead of them (gamma = {self.gamma:g}) are "
+        "combined before they are scaled; the noisy sums are averaged (kappa = {self.kappa:g})"
+    )
     kappa: float
     gamma: float
 
@@ -219,13 +222,6 @@ class DiSK(Momentum):
         ahead = (1 - self.kappa) / (self.kappa * self.gamma)
         return _Ahead(parameters, self.gamma, ahead, (1 - self.kappa, self.kappa))
 
-    def describe(self) -> str:
-        """In plain words."""
-        return (
-            f"each sample's gradients at the released weights and at a point ahead of them (gamma = {self.gamma:g}) "
-            f"are combined before they are scaled; the noisy sums are averaged (kappa = {self.kappa:g})"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class PerSampleEMA(Momentum):
@@ -242,6 +238,7 @@ class PerSampleEMA(Momentum):
         directory: for "gradients": keep them in a nameless file there instead of in memory, gone with the run.
     """
 
+    words = "each sample's gradients are averaged over the steps (gamma = {self.gamma:g}) before they are scaled"
     gamma: float
     keep: Keep = "gradients"
     tolerance: float = 1e-3
@@ -282,10 +279,6 @@ class PerSampleEMA(Momentum):
             return _Averages(parameters, self.gamma, self.directory)
         share, places = self.gamma, self.evaluations - 1
         return _Ring(parameters, places, lambda age, step: (1 if age == step else share) * (1 - share) ** age)
-
-    def describe(self) -> str:
-        """In plain words."""
-        return f"each sample's gradients are averaged over the steps (gamma = {self.gamma:g}) before they are scaled"
 
 
 MOMENTA: dict[str, type[Momentum]] = {

@@ -79,6 +79,7 @@ class Sampling(ABC):
         batch: expected number of samples per step, the public constant by which sums are divided.
     """
 
+    words: ClassVar[str]  # the sampler in plain words, its numbers to be filled in
     accounted: ClassVar[str]  # how the event is accounted, in plain words
     note: ClassVar[str] = ""  # what a reader of the privacy statement must be told about this sampler
     independent: ClassVar[bool] = True  # draws know nothing of each other: one that is not used costs nothing
@@ -154,9 +155,9 @@ class Sampling(ABC):
     @abstractmethod
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent: ...
 
-    @abstractmethod
     def describe(self) -> str:
         """The sampler in plain words."""
+        return self.words.format(self=self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +167,10 @@ class Poisson(Sampling):
     A logical batch has a random size, possibly 0; ``batch`` is its expectation.
     """
 
+    words = (
+        "Poisson sampling: at every step each of {self.size:,} samples is in the batch with probability "
+        "{self.batch}/{self.size} = {self.rate:.6g}, independently"
+    )
     accounted = "privacy loss of a Poisson-sampled Gaussian, both ways, composed over the steps"
     adjacency: Adjacency = field(init=False, default="add-remove")
 
@@ -182,13 +187,6 @@ class Poisson(Sampling):
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
         return dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(self.rate, gaussian), steps)
 
-    def describe(self) -> str:
-        """The sampler in plain words."""
-        return (
-            f"Poisson sampling: at every step each of {self.size:,} samples is in the batch with probability "
-            f"{self.batch}/{self.size} = {self.rate:.6g}, independently"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSize(Sampling):
@@ -198,6 +196,10 @@ class FixedSize(Sampling):
     `Poisson` (MNIST preset at σ = 0.9: ε = 27.8 against 2.94).
     """
 
+    words = (
+        "fixed-size sampling: at every step {self.batch} of {self.size:,} samples, uniformly without replacement, "
+        "drawn afresh"
+    )
     accounted = "tight privacy loss of a Gaussian sampled without replacement, composed over the steps"
     adjacency: Adjacency = field(init=False, default="replace-one")
 
@@ -208,18 +210,12 @@ class FixedSize(Sampling):
         sampled = dp_accounting.SampledWithoutReplacementDpEvent(self.size, self.batch, gaussian)
         return dp_accounting.SelfComposedDpEvent(sampled, steps)
 
-    def describe(self) -> str:
-        """The sampler in plain words."""
-        return (
-            f"fixed-size sampling: at every step {self.batch} of {self.size:,} samples, uniformly without "
-            "replacement, drawn afresh"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class FullBatch(Sampling):
     """Every sample at every step: nothing is hidden by sampling, and the Gaussian releases compose exactly."""
 
+    words = "full batch: all {self.size:,} samples at every step, so no amplification by sampling"
     accounted = "exact, one Gaussian release per step"
     batch: int = field(init=False, repr=False)
     adjacency: Adjacency = "add-remove"
@@ -235,10 +231,6 @@ class FullBatch(Sampling):
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
         return dp_accounting.SelfComposedDpEvent(gaussian, steps)
 
-    def describe(self) -> str:
-        """The sampler in plain words."""
-        return f"full batch: all {self.size:,} samples at every step, so no amplification by sampling"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shuffled(Sampling):
@@ -248,6 +240,10 @@ class Shuffled(Sampling):
     per epoch begun, and the noise that gives a useful ε is far larger than under `Poisson`.
     """
 
+    words = (
+        "shuffled epochs: {self.size:,} samples in random order, {self.batch} at a time, {self.steps_per_epoch} steps "
+        "per epoch"
+    )
     accounted = "exact, one Gaussian release per epoch begun, no amplification by sampling"
     independent = False  # a batch that is left out brings the next epoch closer, and with it each sample's next release
     note = (
@@ -279,13 +275,6 @@ class Shuffled(Sampling):
 
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
         return dp_accounting.SelfComposedDpEvent(gaussian, -(-steps // self.steps_per_epoch))
-
-    def describe(self) -> str:
-        """The sampler in plain words."""
-        return (
-            f"shuffled epochs: {self.size:,} samples in random order, {self.batch} at a time, "
-            f"{self.steps_per_epoch} steps per epoch"
-        )
 
 
 def _fraction(owner: str, epochs: float) -> Fraction:
