@@ -1,6 +1,9 @@
 """One shape for every complaint about an argument: who, which argument, what it must be, what it was, what to do."""
 
+import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
@@ -23,6 +26,18 @@ def require(ok: bool, owner: str, name: str, must: str, got: Any, action: str = 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, or this machine, has no room for a tensor."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(told in str(error) for told in _NO_MEMORY)
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Within, the logger of that name says nothing below an error."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def is_number(value: Any) -> bool:
