@@ -4,8 +4,8 @@ Other modules import these from here and touch no private name themselves, so th
 checked in one place. What is slow to import is imported inside a function.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -58,14 +58,9 @@ def storage(t: Tensor) -> int:
     return number
 
 
-@contextmanager
-def reparametrized(model: nn.Module, values: Mapping[str, Tensor] | None) -> Iterator[None]:
+def reparametrized(model: nn.Module, values: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
     """The model with other tensors for its parameters, tied ones too; None leaves it."""
-    if values is None:
-        yield
-        return
-    with _reparametrize_module(model, dict(values), tie_weights=True):
-        yield
+    return nullcontext() if values is None else _reparametrize_module(model, dict(values), tie_weights=True)
 
 
 def is_tree_node(made: type) -> bool:

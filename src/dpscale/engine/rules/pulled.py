@@ -72,13 +72,7 @@ class Step:
         cls, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, output: int,
         result: Tensor,
     ) -> "Step | None":  # fmt: skip
-        """The step back from ``result``, an output of a call; None if the call may use an entry twice, or drop norms.
-
-        Args:
-            function, args, kwargs: the call.
-            position: which of its flattened arguments it takes entries of.
-            output: which of its flattened outputs ``result`` is.
-        """
+        """The step back from ``result``, an output of a call; None if it may use an entry twice, or drop norms."""
         flat, spec = tree_flatten((args, kwargs))
         source = flat[position]
         if function not in ISOMETRIES or (function == GETITEM and not _basic(args[1])):

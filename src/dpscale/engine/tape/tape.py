@@ -144,12 +144,9 @@ class TapedOp:
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors among a call's arguments, one level of lists deep (cat, lstm, einsum)."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, Tensor):
-                    yield item
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, Tensor):
+                yield item
 
 
 def in_place(func: Function) -> bool:
@@ -197,19 +194,9 @@ def as_now(func: Function, tensors: Iterable[Tensor]) -> Function:
     return run
 
 
-def constants_in(leaves: Sequence[Any], keys: Mapping[int, str]) -> list[Tensor]:
-    """The tensors among a call's arguments that are no function of parameters."""
-    return [t for k, t in enumerate(leaves) if k not in keys and isinstance(t, Tensor)]
-
-
 def shapes_of(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
     """Of each."""
     return tuple([t.shape for t in tensors])
-
-
-def asks(func: Function, args: Args) -> bool:
-    """Whether a call only asks for a property of a tensor, such as ``x.shape``; ``x.T`` is an operation."""
-    return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
 
 
 # -- Activation checkpointing ----------------------------------------------------------------------------------------
@@ -278,10 +265,15 @@ class ParameterOps(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs.get("create_graph") and func in _BACKWARDS:
             raise UnsupportedModel(SECOND)
-        if not any(id(t) in self.keys for t in tensors_in(args, kwargs)) or asks(func, args):
+        if not any(id(t) in self.keys for t in tensors_in(args, kwargs)) or self.asks(func, args):
             return self.pass_by(func, args, kwargs)
         inside = self.enter(func, args)
         return self.meet(func, args, kwargs) if inside is None else inside(*args, **kwargs)
+
+    @staticmethod
+    def asks(func: Function, args: Args) -> bool:
+        """Whether a call only asks for a property of a tensor, such as ``x.shape``; ``x.T`` is an operation."""
+        return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
 
     def enter(self, func: Function, args: Args) -> Function | None:
         """As `enter`, watched; but not one that hands itself over a second time."""
@@ -374,9 +366,14 @@ class Tape(ParameterOps):
         except UnknownOperation:
             self._lose()
             return Site("plain")
-        if site.role == "shared" and shapes_of(constants_in(standing, keys)) not in site.constants:
+        if site.role == "shared" and shapes_of(self.constants(standing, keys)) not in site.constants:
             self._lose()
         return site
+
+    @staticmethod
+    def constants(leaves: Sequence[Any], keys: Mapping[int, str]) -> list[Tensor]:
+        """The tensors among a call's arguments that are no function of parameters."""
+        return [t for k, t in enumerate(leaves) if k not in keys and isinstance(t, Tensor)]
 
     def _lose(self) -> None:
         if not self._lenient:
