@@ -12,6 +12,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +112,8 @@ def outer_ways(form: Outer) -> dict[str, Way]:
 def patches_ways(form: Patches) -> dict[str, Way]:
     def patches(form: Patches, weights: Tensor) -> tuple[Tensor, Tensor]:
         each = max(1, CHUNK // form._patch_numbers)
-        parts = [form._slice(k, k + each)._outer().norm2() for k in range(0, len(form.x), each)]
+        chunks = zip(form.x.split(each), form.g.split(each), strict=True)
+        parts = [replace(form, x=x, g=g)._outer().norm2() for x, g in chunks]
         return torch.cat(parts).view(-1, form.groups).sum(1), form.weighted(weights)
 
     def norm_only_kernel(form: Patches, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,11 +26,12 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpscale import PSAC, PSASC, Plan, Poisson, diagnostics, privatize
+from dpscale import PSAC, PSASC, Plan, Poisson, privatize
 from dpscale.engine.phases import listening, phase
 from dpscale.lab import (
     commands,
     compare,
+    diagnostics,
     display,
     figures,
     files,

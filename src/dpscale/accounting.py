@@ -19,13 +19,13 @@ themselves are in `privacy_curves`.
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import dp_accounting
 import numpy as np
 from scipy import optimize
 
-from dpscale.checks import is_number, require, require_positive, require_probability
+from dpscale.checks import is_number, require, require_choice, require_positive, require_probability
 from dpscale.privacy_curves import Curve, Part, curves
 from dpscale.sampling import Adjacency
 
@@ -59,13 +59,9 @@ def delta(
 
 
 def calibrate_noise_multiplier(
-    event_for: Callable[[float], dp_accounting.DpEvent],
-    *,
-    epsilon: float,
-    delta: float,
-    adjacency: Adjacency,
+    event_for: Callable[[float], dp_accounting.DpEvent], *, epsilon: float, delta: float, adjacency: Adjacency,
     accountant: Accountant = "pld",
-) -> float:
+) -> float:  # fmt: skip
     """The least noise multiplier whose event costs at most ``epsilon`` at ``delta``.
 
     Guarantee: the cost at the result is <= ``epsilon``; the result is within 1e-4 (relative) of the least.
@@ -96,13 +92,9 @@ def calibrate_noise_multiplier(
 
 
 def calibrate_steps(
-    event_for: Callable[[int], dp_accounting.DpEvent],
-    *,
-    epsilon: float,
-    delta: float,
-    adjacency: Adjacency,
+    event_for: Callable[[int], dp_accounting.DpEvent], *, epsilon: float, delta: float, adjacency: Adjacency,
     accountant: Accountant = "pld",
-) -> int:
+) -> int:  # fmt: skip
     """The largest number of steps whose event costs at most ``epsilon`` at ``delta``.
 
     Guarantee: the cost at the result is <= ``epsilon``, and one step more costs more (or rounds to more).
@@ -139,11 +131,8 @@ def _spent(event: dp_accounting.DpEvent, delta: float, adjacency: Adjacency, acc
 
 
 def _curves(event: dp_accounting.DpEvent, adjacency: Adjacency, accountant: Accountant) -> tuple[Curve, ...]:
-    action = "'pld' is the tighter one."
-    require(accountant in get_args(Accountant), "epsilon", "accountant", "'pld' or 'rdp'", accountant, action)
-    must = " or ".join(repr(a) for a in get_args(Adjacency))
-    action = "Pass sampling.adjacency."
-    require(adjacency in get_args(Adjacency), "epsilon", "adjacency", must, adjacency, action)
+    require_choice("epsilon", "accountant", accountant, Accountant, action="'pld' is the tighter one.")
+    require_choice("epsilon", "adjacency", adjacency, Adjacency, action="Pass sampling.adjacency.")
     return curves(frozenset(_parts(event, adjacency).items()), pld=accountant == "pld")
 
 

@@ -1,6 +1,5 @@
 """Before training: what would be refused, why, and what to change."""
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dpscale.batches import Batch
+from dpscale.checks import quiet
 from dpscale.engine import Engine, LossFn, UnsupportedModel, batch_size, check_losses, require_finite, trainable
 from dpscale.engine.verify.look import Subject
 from dpscale.fix import fixable
@@ -60,18 +60,14 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> CheckReport:
 
     notes = [f"{len(layers)} layers couple samples: dpscale.fix(model) replaces them."] if (
         layers := fixable(model)) else []  # fmt: skip
-    log = logging.getLogger("dpscale")
-    level = log.level
     engine = Engine(model)
     try:
-        log.setLevel(logging.ERROR)  # what would be logged is in the report
-        require_finite(model)
-        subject = Subject(model, trainable(model), run, loss_fn)
-        kind = engine.trust(subject, data, torch.ones(samples, dtype=torch.bool, device=device), None)
+        with quiet("dpscale"):  # what would be logged is in the report
+            require_finite(model)
+            subject = Subject(model, trainable(model), run, loss_fn)
+            kind = engine.trust(subject, data, torch.ones(samples, dtype=torch.bool, device=device), None)
     except (UnsupportedModel, ValueError) as error:
         return CheckReport(str(error), notes)
-    finally:
-        log.setLevel(level)
     obstacle = engine.obstacle(kind)
     if obstacle is not None:
         notes.append(f"private.step runs it sample by sample, which is exact and slow: {obstacle}.")

@@ -1,7 +1,10 @@
 """One shape for every complaint about an argument: who, which argument, what it must be, what it was, what to do."""
 
+import logging
 import math
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, get_args
 
 import torch
 
@@ -9,17 +12,32 @@ _NO_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed", "CUD
 """What plain errors of torch say: on the CPU, and on a GPU that others fill."""
 
 
+def complaint(owner: str, name: str, must: str, got: Any, action: str = "") -> ValueError:
+    """To be raised: it names the argument, its value and the next action."""
+    return ValueError(f"The '{name}' parameter of {owner} must be {must}. Got {got!r} instead. {action}".rstrip())
+
+
 def require(ok: bool, owner: str, name: str, must: str, got: Any, action: str = "") -> None:
-    """Raise ``ValueError`` unless ``ok``, naming the argument, its value and the next action."""
+    """Raise a `complaint` unless ``ok``."""
     if not ok:
-        raise ValueError(
-            f"The '{name}' parameter of {owner} must be {must}. Got {got!r} instead." + (f" {action}" if action else "")
-        )
+        raise complaint(owner, name, must, got, action)
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, or this machine, has no room for a tensor."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(told in str(error) for told in _NO_MEMORY)
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Within, the logger of that name says nothing below an error."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def is_number(value: Any) -> bool:
@@ -33,10 +51,16 @@ def require_positive(owner: str, name: str, value: Any, *, finite: bool = True, 
     require(ok, owner, name, "a finite number > 0" if finite else "a number > 0", value, action)
 
 
-def require_count(owner: str, name: str, value: Any, *, action: str = "") -> None:
-    """Raise unless ``value`` is an int >= 1."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(ok, owner, name, "an integer >= 1", value, action)
+def require_count(owner: str, name: str, value: Any, *, least: int = 1, action: str = "") -> None:
+    """Raise unless ``value`` is an int, and not less than ``least``."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(ok, owner, name, f"an integer >= {least}", value, action)
+
+
+def require_choice(owner: str, name: str, value: Any, choices: Any, *, action: str = "") -> None:
+    """Raise unless ``value`` is one of the words of a ``Literal``."""
+    words = get_args(choices)
+    require(value in words, owner, name, " or ".join(map(repr, words)), value, action)
 
 
 def require_probability(owner: str, name: str, value: Any, *, action: str = "") -> None:

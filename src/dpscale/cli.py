@@ -111,17 +111,12 @@ def _start(
 def calibrate(
     epsilon: Annotated[float, typer.Option(help="Privacy budget.")],
     delta: Annotated[float, typer.Option(help="Probability outside of it; well below 1/size.")],
-    size: Size,
-    batch: PlanBatch = None,
-    epochs: PlanEpochs = None,
-    steps: Steps = None,
+    size: Size, batch: PlanBatch = None, epochs: PlanEpochs = None, steps: Steps = None,
     noise_multiplier: Annotated[
         float | None, typer.Option(help="Noise std / bound; then the number of steps is what is found.")
     ] = None,
-    sampler: SamplerOption = Sampler.poisson,
-    accountant: AccountantOption = Accountant.pld,
-    as_json: Json = False,
-) -> None:
+    sampler: SamplerOption = Sampler.poisson, accountant: AccountantOption = Accountant.pld, as_json: Json = False,
+) -> None:  # fmt: skip
     """Find the noise that a budget needs; or, for a given noise, the steps that it allows.
 
     \b
@@ -144,14 +139,9 @@ def calibrate(
 def epsilon_(
     noise_multiplier: Annotated[float, typer.Option(help="Noise std / bound.")],
     delta: Annotated[float, typer.Option(help="Probability outside of the budget; well below 1/size.")],
-    size: Size,
-    batch: PlanBatch = None,
-    epochs: PlanEpochs = None,
-    steps: Steps = None,
-    sampler: SamplerOption = Sampler.poisson,
-    accountant: AccountantOption = Accountant.pld,
-    as_json: Json = False,
-) -> None:
+    size: Size, batch: PlanBatch = None, epochs: PlanEpochs = None, steps: Steps = None,
+    sampler: SamplerOption = Sampler.poisson, accountant: AccountantOption = Accountant.pld, as_json: Json = False,
+) -> None:  # fmt: skip
     """Say what a training run costs.
 
     \b
@@ -208,18 +198,12 @@ def _plan(sampler: Sampler, size: int, batch: int | None, *, accountant: Account
 
 def _print_plan(plan: "Plan", sampler: Sampler, delta: float, as_json: bool) -> None:
     found = {
-        "epsilon": plan.epsilon(delta),
-        "delta": delta,
-        "noise_multiplier": plan.noise_multiplier,
-        "steps": plan.steps,
-        "epochs": (plan.steps or 0) * plan.expected_batch / plan.sampling.size,
-        "accountant": plan.accountant,
-        "epsilon_rdp": dataclasses.replace(plan, accountant="rdp").epsilon(delta),
-        "sampler": sampler.value,
-        "adjacency": plan.adjacency,
-        "size": plan.sampling.size,
+        "epsilon": plan.epsilon(delta), "delta": delta, "noise_multiplier": plan.noise_multiplier,
+        "steps": plan.steps, "epochs": (plan.steps or 0) * plan.expected_batch / plan.sampling.size,
+        "accountant": plan.accountant, "epsilon_rdp": dataclasses.replace(plan, accountant="rdp").epsilon(delta),
+        "sampler": sampler.value, "adjacency": plan.adjacency, "size": plan.sampling.size,
         "batch": plan.expected_batch,
-    }
+    }  # fmt: skip
     if as_json:
         commands.print_json({**found, "statement": plan.statement(delta)})
         return

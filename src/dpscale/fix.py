@@ -45,7 +45,8 @@ def fix(model: nn.Module, groups: int = 32) -> list[str]:
     replaced: dict[nn.Module, nn.GroupNorm] = {}  # a layer that is registered twice stays one layer
     for path, parent in list(model.named_modules()):
         if isinstance(parent, InstanceNorm) and parent.track_running_stats:
-            _forget_statistics(parent)
+            parent.track_running_stats = False
+            parent.running_mean = parent.running_var = parent.num_batches_tracked = None
             changed.append(f"{path}: {_text(parent)} -> without running statistics")
         for child_name, child in list(registered(parent)[2].items()):
             if isinstance(child, BatchNorm):
@@ -58,11 +59,8 @@ def fix(model: nn.Module, groups: int = 32) -> list[str]:
 
 def fixable(model: nn.Module) -> list[str]:
     """The layers that `fix` would replace, by name."""
-    return [
-        name
-        for name, m in model.named_modules()
-        if isinstance(m, BatchNorm) or (isinstance(m, InstanceNorm) and m.track_running_stats)
-    ]
+    tracking = [n for n, m in model.named_modules() if isinstance(m, InstanceNorm) and m.track_running_stats]
+    return [n for n, m in model.named_modules() if isinstance(m, BatchNorm) or n in tracking]
 
 
 def _group_norm(old: BatchNorm, groups: int) -> nn.GroupNorm:
@@ -73,11 +71,6 @@ def _group_norm(old: BatchNorm, groups: int) -> nn.GroupNorm:
     new.affine = old.affine
     new.weight, new.bias = old.weight, old.bias  # the same parameters
     return new.train(old.training)
-
-
-def _forget_statistics(norm: InstanceNorm) -> None:
-    norm.track_running_stats = False
-    norm.running_mean = norm.running_var = norm.num_batches_tracked = None
 
 
 def _text(norm: nn.Module) -> str:

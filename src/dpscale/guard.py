@@ -50,7 +50,7 @@ class Guard:
         self._plain: set[int] = set()  # parameters to whose gradients a plain backward() has added, by id
         self._watched: set[int] = set()
         self._releases = 0
-        self._unapplied = False
+        self.unapplied = False  # whether something was released that no step has applied yet
         self._public = False
         self._hooks: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._hooks)
@@ -76,12 +76,7 @@ class Guard:
         for guard in _guarding(private):
             guard._plain -= private
             guard._releases += 1
-            guard._unapplied = True
-
-    @property
-    def unapplied(self) -> bool:
-        """Whether something was released that no step has applied yet."""
-        return self._unapplied
+            guard.unapplied = True
 
     @contextmanager
     def public(self) -> Iterator[None]:
@@ -112,7 +107,7 @@ class Guard:
                 "noisy. No step was made. Put it into the model before privatize(), or give it an optimizer of its own."
             )
         run, own = self._run(), any(one() is optimizer for one in self._own)
-        if own and not self._unapplied and run is not None and run.waiting:
+        if own and not self.unapplied and run is not None and run.waiting:
             raise RuntimeError(
                 "optimizer.step() was called while a drawn batch is outstanding: nothing private was computed from it. "
                 "Call private.backward(losses) first, in place of losses.mean().backward(), or private.step(batch, "
@@ -123,7 +118,7 @@ class Guard:
         """A step over these was made."""
         if not self._public:
             self._plain -= parameters
-            self._unapplied = False
+            self.unapplied = False
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()

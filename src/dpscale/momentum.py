@@ -21,13 +21,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpscale.checks import is_number, require, require_count, require_positive
+from dpscale.checks import is_number, require, require_choice, require_count, require_positive
 from dpscale.engine.compat import foreach_add_, foreach_copy_, foreach_mul_, tree_leaves, tree_map
 from dpscale.sampling import FullBatch, Sampling
 
@@ -45,11 +45,14 @@ class MomentumState:
 
     Args:
         parameters: the trainable parameters, which an optimizer updates in place.
+        outer: (a, b) of the average of the noisy sums, M = a·M + b·g.
     """
 
-    def __init__(self, parameters: Weights) -> None:
+    def __init__(self, parameters: Weights, outer: tuple[float, float] = (0.0, 1.0)) -> None:
         self._now = parameters
         self._known = _identities(parameters)
+        self._carried, self._fresh = outer
+        self._average: dict[str, Tensor] = {}
 
     def changed(self, parameters: Weights) -> str | None:
         """A parameter that was frozen, unfrozen, moved, converted or replaced since the first step, if there is one."""
@@ -62,11 +65,20 @@ class MomentumState:
 
     def release(self, sums: dict[str, Tensor]) -> None:
         """Take note of w_k, and turn the noisy sum into what the optimizer gets, in place. Once per step."""
-        return
+        fresh = list(sums.values())
+        if self._fresh != 1:
+            foreach_mul_(fresh, self._fresh)
+        if self._carried == 0:
+            return
+        if not self._average:
+            self._average = {n: t.clone() for n, t in sums.items()}
+            return
+        average = [self._average[n] for n in sums]
+        foreach_add_(fresh, average, alpha=self._carried)
+        foreach_copy_(average, fresh)
 
     def allocate(self, samples: int) -> None:
         """Make room for what is kept for each sample, where anything is."""
-        return
 
     def remember(self, grads: Mapping[str, Tensor], rows: slice, keep_B: Tensor) -> dict[str, Tensor]:
         """Per-sample vectors in place of the gradients of the samples ``rows``, for a momentum with ``per_sample``."""
@@ -77,15 +89,17 @@ class MomentumState:
 class Momentum(ABC):
     """A choice of points and of what follows the noise."""
 
+    words: ClassVar[str]  # in plain words, for a privacy statement; its numbers to be filled in
+
     @property
-    @abstractmethod
     def evaluations(self) -> int:
         """Gradients per sample and step: the factor on the cost."""
+        return 1
 
     @property
     def alone(self) -> bool:
         """Whether a sample's gradient at the present weights is all that is asked of it."""
-        return self.evaluations == 1
+        return self.evaluations == 1 and not self.per_sample
 
     @property
     def per_sample(self) -> bool:
@@ -96,9 +110,9 @@ class Momentum(ABC):
     def start(self, parameters: Weights) -> MomentumState:
         """The memory of a new run."""
 
-    @abstractmethod
     def describe(self) -> str:
         """In plain words, for a privacy statement."""
+        return self.words.format(self=self)
 
     def check(self, sampling: Sampling) -> None:
         """Refuse a sampler under which the accountant's argument would not hold."""
@@ -115,23 +129,15 @@ class HeavyBall(Momentum):
         gamma1: in (0, 1]; 1 forgets at once.
     """
 
+    words = "heavy ball on the noisy sums (gamma1 = {self.gamma1:g}), which is post-processing"
     gamma1: float
 
     def __post_init__(self) -> None:
         _require_share(self, "gamma1", self.gamma1)
 
-    @property
-    def evaluations(self) -> int:
-        """One."""
-        return 1
-
     def start(self, parameters: Weights) -> MomentumState:
         """Remembers M."""
-        return _Ring(parameters, 0, lambda age, step: 1.0, outer=(1 - self.gamma1, 1.0))
-
-    def describe(self) -> str:
-        """In plain words."""
-        return f"heavy ball on the noisy sums (gamma1 = {self.gamma1:g}), which is post-processing"
+        return MomentumState(parameters, outer=(1 - self.gamma1, 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,11 +177,8 @@ class InnerOuter(Momentum):
 
     def start(self, parameters: Weights) -> MomentumState:
         """Remembers K0 weights, and M."""
-
-        def coefficient(age: int, step: int) -> float:
-            return float(self.gamma0**age)
-
-        return _Ring(parameters, self.K0, coefficient, normalize=self.normalize, outer=(1 - self.gamma1, 1.0))
+        outer = 1 - self.gamma1, 1.0
+        return _Ring(parameters, self.K0, lambda age, _: self.gamma0**age, normalize=self.normalize, outer=outer)
 
     def describe(self) -> str:
         """In plain words."""
@@ -198,6 +201,10 @@ class DiSK(Momentum):
         gamma: how far to look ahead, above 0. At γ = (1-κ)/κ the present point drops out.
     """
 
+    words = (
+        "each sample's gradients at the released weights and at a point ahead of them (gamma = {self.gamma:g}) are "
+        "combined before they are scaled; the noisy sums are averaged (kappa = {self.kappa:g})"
+    )
     kappa: float
     gamma: float
 
@@ -212,16 +219,8 @@ class DiSK(Momentum):
 
     def start(self, parameters: Weights) -> MomentumState:
         """Remembers the last weights, and M."""
-        return _Ahead(
-            parameters, self.gamma, (1 - self.kappa) / (self.kappa * self.gamma), (1 - self.kappa, self.kappa)
-        )
-
-    def describe(self) -> str:
-        """In plain words."""
-        return (
-            f"each sample's gradients at the released weights and at a point ahead of them (gamma = {self.gamma:g}) "
-            f"are combined before they are scaled; the noisy sums are averaged (kappa = {self.kappa:g})"
-        )
+        ahead = (1 - self.kappa) / (self.kappa * self.gamma)
+        return _Ahead(parameters, self.gamma, ahead, (1 - self.kappa, self.kappa))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +238,7 @@ class PerSampleEMA(Momentum):
         directory: for "gradients": keep them in a nameless file there instead of in memory, gone with the run.
     """
 
+    words = "each sample's gradients are averaged over the steps (gamma = {self.gamma:g}) before they are scaled"
     gamma: float
     keep: Keep = "gradients"
     tolerance: float = 1e-3
@@ -246,8 +246,7 @@ class PerSampleEMA(Momentum):
 
     def __post_init__(self) -> None:
         _require_share(self, "gamma", self.gamma)
-        must = " or ".join(repr(k) for k in get_args(Keep))
-        require(self.keep in get_args(Keep), "PerSampleEMA", "keep", must, self.keep)
+        require_choice("PerSampleEMA", "keep", self.keep, Keep)
         ok = is_number(self.tolerance) and 0 < self.tolerance < 1
         require(ok, "PerSampleEMA", "tolerance", "between 0 and 1", self.tolerance)
         require(self.directory is None or Path(self.directory).is_dir(), "PerSampleEMA", "directory",
@@ -259,11 +258,6 @@ class PerSampleEMA(Momentum):
         if self.keep == "gradients" or self.gamma == 1:
             return 1
         return math.ceil(math.log(self.tolerance) / math.log(1 - self.gamma))
-
-    @property
-    def alone(self) -> bool:
-        """Only if nothing is remembered."""
-        return False
 
     @property
     def per_sample(self) -> bool:
@@ -283,15 +277,8 @@ class PerSampleEMA(Momentum):
         """Remembers m of every sample, or weights."""
         if self.keep == "gradients":
             return _Averages(parameters, self.gamma, self.directory)
-
-        def coefficient(age: int, step: int) -> float:
-            return float((1 if age == step else self.gamma) * (1 - self.gamma) ** age)
-
-        return _Ring(parameters, self.evaluations - 1, coefficient)
-
-    def describe(self) -> str:
-        """In plain words."""
-        return f"each sample's gradients are averaged over the steps (gamma = {self.gamma:g}) before they are scaled"
+        share, places = self.gamma, self.evaluations - 1
+        return _Ring(parameters, places, lambda age, step: (1 if age == step else share) * (1 - share) ** age)
 
 
 MOMENTA: dict[str, type[Momentum]] = {
@@ -300,30 +287,7 @@ MOMENTA: dict[str, type[Momentum]] = {
 """Every momentum by its name on the command line."""
 
 
-class _Outer(MomentumState):
-    """Averages the noisy sums: M = a·M + b·g."""
-
-    def __init__(self, parameters: Weights, outer: tuple[float, float]) -> None:
-        super().__init__(parameters)
-        self._carried, self._fresh = outer
-        self._average: dict[str, Tensor] = {}
-
-    def release(self, sums: dict[str, Tensor]) -> None:
-        """The average in place of the sum."""
-        fresh = list(sums.values())
-        if self._fresh != 1:
-            foreach_mul_(fresh, self._fresh)
-        if self._carried == 0:
-            return
-        if not self._average:
-            self._average = {n: t.clone() for n, t in sums.items()}
-            return
-        average = [self._average[n] for n in sums]
-        foreach_add_(fresh, average, alpha=self._carried)
-        foreach_copy_(average, fresh)
-
-
-class _Ring(_Outer):
+class _Ring(MomentumState):
     """The last K weights, each in a place of its own: with every step the oldest is overwritten.
 
     ``coefficient(age, step)`` is that of the weights of ``age`` steps ago.
@@ -354,7 +318,7 @@ class _Ring(_Outer):
         super().release(sums)
 
 
-class _Ahead(_Outer):
+class _Ahead(MomentumState):
     """The present weights, and where they would be some way on along their last move."""
 
     def __init__(self, parameters: Weights, way: float, coefficient: float, outer: tuple[float, float]) -> None:

@@ -14,7 +14,7 @@ import dp_accounting
 
 from dpscale import accounting
 from dpscale.accounting import Accountant
-from dpscale.checks import is_number, require, require_count, require_positive, require_probability
+from dpscale.checks import complaint, require, require_choice, require_count, require_positive, require_probability
 from dpscale.momentum import MOMENTA, Momentum
 from dpscale.sampling import SAMPLERS, Adjacency, Sampling
 from dpscale.scaling import RULES, Scaling
@@ -84,9 +84,7 @@ class Plan:
         self._settle_steps()
         if self.delta is not None:
             self._check_delta("Plan", self.delta)
-        must = " or ".join(repr(a) for a in get_args(Accountant))
-        action = "'pld' is the tighter one."
-        require(self.accountant in get_args(Accountant), "Plan", "accountant", must, self.accountant, action)
+        require_choice("Plan", "accountant", self.accountant, Accountant, action="'pld' is the tighter one.")
         if self.momentum is not None:
             must = f"one of {', '.join(momentum.__name__ for momentum in MOMENTA.values())}, or None"
             require(isinstance(self.momentum, Momentum), "Plan", "momentum", must, self.momentum)
@@ -123,15 +121,13 @@ class Plan:
             require(self.steps <= MOST_STEPS, "Plan", "steps", f"an integer <= {MOST_STEPS}", got, action)
 
     def _check_delta(self, owner: str, delta: float) -> None:
-        action = "Take it well below 1/size, such as 1e-5."
-        require_probability(owner, "delta", delta, action=action)
+        require_probability(owner, "delta", delta, action="Take it well below 1/size, such as 1e-5.")
         if delta >= 1 / self.sampling.size:
             warnings.warn(
                 f"delta = {delta:g} is not below 1/size = {1 / self.sampling.size:.3g}: releasing one whole sample "
                 f"at random would already satisfy it. Take delta < 1/{self.sampling.size}, better far smaller.",
-                UserWarning,
-                stacklevel=4,
-            )
+                UserWarning, stacklevel=4,
+            )  # fmt: skip
 
     @property
     def bound(self) -> float:
@@ -172,34 +168,20 @@ class Plan:
 
     def calibrate(self, *, epsilon: float, delta: float) -> "Plan":
         """This plan with the least noise for which the planned steps cost at most ``epsilon`` at ``delta``."""
-        self._check_target("Plan.calibrate", epsilon, delta)
+        target = self._target("Plan.calibrate", epsilon, delta)
         steps = self._steps("calibrate")
-        sigma = accounting.calibrate_noise_multiplier(
-            lambda sigma: self.sampling.event(sigma, steps),
-            epsilon=epsilon,
-            delta=delta,
-            adjacency=self.adjacency,
-            accountant=self.accountant,
-        )
+        sigma = accounting.calibrate_noise_multiplier(lambda sigma: self.sampling.event(sigma, steps), **target)
         return dataclasses.replace(self, noise_multiplier=sigma, delta=delta)
 
     def calibrate_steps(self, *, epsilon: float, delta: float) -> "Plan":
         """This plan with the most steps that cost at most ``epsilon`` at ``delta`` under its noise."""
-        self._check_target("Plan.calibrate_steps", epsilon, delta)
+        target = self._target("Plan.calibrate_steps", epsilon, delta)
         sigma = self._sigma("calibrate_steps")
-        event = self.sampling.event(sigma, MOST_STEPS)
-        # "rdp" is never below "pld", and quick at any number of steps.
-        spent = accounting.epsilon(event, delta=delta, adjacency=self.adjacency, accountant="rdp")
+        spent = self._epsilon(delta, MOST_STEPS, "rdp")  # never below "pld", and quick at any number of steps
         action = f"More than {MOST_STEPS:,} steps fit: lower noise_multiplier, or choose the steps yourself."
         must = "small enough to limit the steps"
         require(spent > epsilon, "Plan.calibrate_steps", "epsilon", must, epsilon, action)
-        steps = accounting.calibrate_steps(
-            lambda steps: self.sampling.event(sigma, steps),
-            epsilon=epsilon,
-            delta=delta,
-            adjacency=self.adjacency,
-            accountant=self.accountant,
-        )
+        steps = accounting.calibrate_steps(lambda steps: self.sampling.event(sigma, steps), **target)
         return dataclasses.replace(self, steps=steps, epochs=None, delta=delta)
 
     def statement(self, delta: float | None = None, steps: int | None = None) -> str:
@@ -250,35 +232,31 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, ready for JSON."""
-        return {
-            "scaling": _named(self.scaling, RULES),
-            "sampling": _named(self.sampling, SAMPLERS),
-            "steps": None if self.steps is None else int(self.steps),
-            "epochs": self.epochs,
-            "noise_multiplier": self.noise_multiplier,
-            "delta": self.delta,
-            "momentum": None if self.momentum is None else _named(self.momentum, MOMENTA),
-            "accountant": self.accountant,
-            "unsafe_no_noise": self.unsafe_no_noise,
-        }
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        plain |= {"scaling": _named(self.scaling, RULES), "sampling": _named(self.sampling, SAMPLERS)}
+        plain["momentum"] = None if self.momentum is None else _named(self.momentum, MOMENTA)
+        plain["steps"] = None if self.steps is None else int(self.steps)
+        return plain
 
     def _epsilon(self, delta: float, steps: int | None, accountant: Accountant) -> float:
         return accounting.epsilon(self.event(steps), delta=delta, adjacency=self.adjacency, accountant=accountant)
 
-    def _check_target(self, owner: str, epsilon: float, delta: float) -> None:
+    def _target(self, owner: str, epsilon: float, delta: float) -> dict[str, Any]:
+        """What a calibration is asked for, checked."""
         require_positive(owner, "epsilon", epsilon, action="It is the privacy budget; 1 to 10 is usual.")
-        require(is_number(delta) and 0 < delta < 1, owner, "delta", "a number in (0, 1)", delta, "Try 1e-5.")
+        require_probability(owner, "delta", delta, action="Try 1e-5.")
         if self.unsafe_no_noise:
             raise ValueError(f"{owner} has no noise to calibrate: the plan has unsafe_no_noise=True. Drop it.")
+        return {"epsilon": epsilon, "delta": delta, "adjacency": self.adjacency, "accountant": self.accountant}
 
     def _delta(self, owner: str, delta: float | None) -> float:
-        if delta is None:
+        if delta is not None:
+            self._check_delta(owner, delta)
+            return delta
+        if self.delta is None:
             action = "Pass delta=..., or calibrate the plan, which records one."
-            require(self.delta is not None, owner, "delta", "given for a plan that has none", delta, action)
-            assert self.delta is not None
-            return self.delta
-        self._check_delta(owner, delta)
-        return delta
+            raise complaint(owner, "delta", "given for a plan that has none", None, action)
+        return self.delta
 
     def _sigma(self, what: str) -> float:
         if self.noise_multiplier is None:

@@ -11,10 +11,7 @@ curve is, with Q = N(0, σ²), P = N(1, σ²) as far apart as the sensitivity, �
 under replace-one).
 """
 
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache, reduce
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -25,6 +22,8 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution,
 from dp_accounting.rdp import rdp_privacy_accountant
 from numpy.typing import NDArray
 from scipy import special
+
+from dpscale.checks import quiet
 
 Floats = NDArray[np.float64]
 
@@ -128,21 +127,9 @@ def _rdp(part: Part) -> Floats:
         # The library takes two sizes and uses their ratio only. It does not double the sensitivity itself.
         relation = dp_accounting.NeighboringRelation.REPLACE_ONE
         event = dp_accounting.SampledWithoutReplacementDpEvent(1.0, part.rate, event)
-    with _no_warnings():
+    with quiet("absl"):  # it warns of every order that it leaves out, which only makes the bound a little looser
         rdp: Floats = rdp_privacy_accountant.RdpAccountant(_ORDERS, relation).compose(event).rdp
     return np.where(rdp > 0, rdp, np.inf)
-
-
-@contextmanager
-def _no_warnings() -> Iterator[None]:
-    # dp-accounting warns of every order it leaves out; a missing order only makes the bound a little looser.
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _range(part: Part) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import count
 from typing import ClassVar, Literal
 
 import dp_accounting
@@ -78,7 +79,9 @@ class Sampling(ABC):
         batch: expected number of samples per step, the public constant by which sums are divided.
     """
 
+    words: ClassVar[str]  # the sampler in plain words, its numbers to be filled in
     accounted: ClassVar[str]  # how the event is accounted, in plain words
+    note: ClassVar[str] = ""  # what a reader of the privacy statement must be told about this sampler
     independent: ClassVar[bool] = True  # draws know nothing of each other: one that is not used costs nothing
 
     size: int
@@ -90,14 +93,8 @@ class Sampling(ABC):
         action = "The dataset is empty: give it samples." if self.size == 0 else "Pass len(dataset)."
         require_count(owner, "size", self.size, action=action)
         require_count(owner, "batch", self.batch, action="It is the expected number of samples per step.")
-        require(
-            self.batch <= self.size,
-            owner,
-            "batch",
-            f"at most size = {self.size}",
-            self.batch,
-            "Take a smaller batch, or FullBatch for every sample in every step.",
-        )
+        action = "Take a smaller batch, or FullBatch for every sample in every step."
+        require(self.batch <= self.size, owner, "batch", f"at most size = {self.size}", self.batch, action)
 
     @property
     def rate(self) -> float:
@@ -113,11 +110,6 @@ class Sampling(ABC):
     def physical_batch(self) -> int:
         """The one shape to which logical batches are padded."""
         return self.batch
-
-    @property
-    def note(self) -> str:
-        """What a reader of the privacy statement must be told about this sampler; empty if nothing."""
-        return ""
 
     def steps(self, epochs: float) -> int:
         """ceil(epochs · size / batch), in exact arithmetic: the number of steps in so many epochs.
@@ -137,12 +129,10 @@ class Sampling(ABC):
         owner = f"{type(self).__name__}.event"
         ok = is_number(noise_multiplier) and 0 <= noise_multiplier < math.inf
         require(ok, owner, "noise_multiplier", "a finite number >= 0", noise_multiplier)
-        ok = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
-        require(ok, owner, "steps", "an integer >= 0", steps, "Count the steps taken so far.")
+        require_count(owner, "steps", steps, least=0, action="Count the steps taken so far.")
         if steps == 0:
             return dp_accounting.NoOpDpEvent()
-        gaussian = dp_accounting.GaussianDpEvent(noise_multiplier / self.sensitivity_factor)
-        return self._compose(gaussian, steps)
+        return self._compose(dp_accounting.GaussianDpEvent(noise_multiplier / self.sensitivity_factor), steps)
 
     def draws(self, rng: np.random.Generator, *, start: int = 0) -> Iterator[Indices]:
         """The indices of step ``start``, ``start + 1``, … without end.
@@ -152,26 +142,22 @@ class Sampling(ABC):
         amplification claimed for a sampler needs the draws to be secret: seed ``rng`` from the system
         (``numpy.random.default_rng()``) unless the run is only an experiment.
         """
-        ok = isinstance(start, int) and not isinstance(start, bool) and start >= 0
-        require(ok, f"{type(self).__name__}.draws", "start", "an integer >= 0", start)
+        require_count(f"{type(self).__name__}.draws", "start", start, least=0)
         key: tuple[int, ...] = tuple(rng.integers(0, 2**32, size=8, dtype=np.uint32).tolist())
         return self._draws(key, start)
 
     def _draws(self, key: tuple[int, ...], start: int) -> Iterator[Indices]:
-        step = start
-        while True:
-            yield self._draw(_generator(key, step))
-            step += 1
+        return (self._draw(_generator(key, step)) for step in count(start))
 
-    @abstractmethod
-    def _draw(self, rng: np.random.Generator) -> Indices: ...
+    def _draw(self, rng: np.random.Generator) -> Indices:
+        raise NotImplementedError
 
     @abstractmethod
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent: ...
 
-    @abstractmethod
     def describe(self) -> str:
         """The sampler in plain words."""
+        return self.words.format(self=self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +167,10 @@ class Poisson(Sampling):
     A logical batch has a random size, possibly 0; ``batch`` is its expectation.
     """
 
+    words = (
+        "Poisson sampling: at every step each of {self.size:,} samples is in the batch with probability "
+        "{self.batch}/{self.size} = {self.rate:.6g}, independently"
+    )
     accounted = "privacy loss of a Poisson-sampled Gaussian, both ways, composed over the steps"
     adjacency: Adjacency = field(init=False, default="add-remove")
 
@@ -197,13 +187,6 @@ class Poisson(Sampling):
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
         return dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(self.rate, gaussian), steps)
 
-    def describe(self) -> str:
-        """The sampler in plain words."""
-        return (
-            f"Poisson sampling: at every step each of {self.size:,} samples is in the batch with probability "
-            f"{self.batch}/{self.size} = {self.rate:.6g}, independently"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSize(Sampling):
@@ -213,6 +196,10 @@ class FixedSize(Sampling):
     `Poisson` (MNIST preset at σ = 0.9: ε = 27.8 against 2.94).
     """
 
+    words = (
+        "fixed-size sampling: at every step {self.batch} of {self.size:,} samples, uniformly without replacement, "
+        "drawn afresh"
+    )
     accounted = "tight privacy loss of a Gaussian sampled without replacement, composed over the steps"
     adjacency: Adjacency = field(init=False, default="replace-one")
 
@@ -220,22 +207,15 @@ class FixedSize(Sampling):
         return _subset(rng, self.size, self.batch)
 
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
-        return dp_accounting.SelfComposedDpEvent(
-            dp_accounting.SampledWithoutReplacementDpEvent(self.size, self.batch, gaussian), steps
-        )
-
-    def describe(self) -> str:
-        """The sampler in plain words."""
-        return (
-            f"fixed-size sampling: at every step {self.batch} of {self.size:,} samples, uniformly without "
-            "replacement, drawn afresh"
-        )
+        sampled = dp_accounting.SampledWithoutReplacementDpEvent(self.size, self.batch, gaussian)
+        return dp_accounting.SelfComposedDpEvent(sampled, steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FullBatch(Sampling):
     """Every sample at every step: nothing is hidden by sampling, and the Gaussian releases compose exactly."""
 
+    words = "full batch: all {self.size:,} samples at every step, so no amplification by sampling"
     accounted = "exact, one Gaussian release per step"
     batch: int = field(init=False, repr=False)
     adjacency: Adjacency = "add-remove"
@@ -251,10 +231,6 @@ class FullBatch(Sampling):
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
         return dp_accounting.SelfComposedDpEvent(gaussian, steps)
 
-    def describe(self) -> str:
-        """The sampler in plain words."""
-        return f"full batch: all {self.size:,} samples at every step, so no amplification by sampling"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shuffled(Sampling):
@@ -264,8 +240,16 @@ class Shuffled(Sampling):
     per epoch begun, and the noise that gives a useful ε is far larger than under `Poisson`.
     """
 
+    words = (
+        "shuffled epochs: {self.size:,} samples in random order, {self.batch} at a time, {self.steps_per_epoch} steps "
+        "per epoch"
+    )
     accounted = "exact, one Gaussian release per epoch begun, no amplification by sampling"
     independent = False  # a batch that is left out brings the next epoch closer, and with it each sample's next release
+    note = (
+        "NOTE: shuffled epochs get NO amplification by sampling here. The cost counts one full Gaussian release per "
+        "epoch begun; use Poisson for a far smaller epsilon at the same noise."
+    )
     adjacency: Adjacency = "zero-out"
 
     def __post_init__(self) -> None:
@@ -276,14 +260,6 @@ class Shuffled(Sampling):
     def steps_per_epoch(self) -> int:
         """ceil(size/batch): a short last batch is a step like any other."""
         return -(-self.size // self.batch)
-
-    @property
-    def note(self) -> str:
-        """Why the noise is so large."""
-        return (
-            "NOTE: shuffled epochs get NO amplification by sampling here. The cost counts one full Gaussian "
-            "release per epoch begun; use Poisson for a far smaller epsilon at the same noise."
-        )
 
     def steps(self, epochs: float) -> int:
         """ceil(epochs · steps_per_epoch), in exact arithmetic."""
@@ -297,18 +273,8 @@ class Shuffled(Sampling):
                 yield order[step * self.batch : (step + 1) * self.batch]
             epoch, first = epoch + 1, 0
 
-    def _draw(self, rng: np.random.Generator) -> Indices:
-        raise AssertionError("a shuffled batch depends on its epoch: _draws does the work")
-
     def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
         return dp_accounting.SelfComposedDpEvent(gaussian, -(-steps // self.steps_per_epoch))
-
-    def describe(self) -> str:
-        """The sampler in plain words."""
-        return (
-            f"shuffled epochs: {self.size:,} samples in random order, {self.batch} at a time, "
-            f"{self.steps_per_epoch} steps per epoch"
-        )
 
 
 def _fraction(owner: str, epochs: float) -> Fraction:
@@ -322,26 +288,17 @@ def _generator(key: tuple[int, ...], index: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([*key, index], pool_size=8)))
 
 
-def _subset(rng: np.random.Generator, size: int, count: int) -> Indices:
+def _subset(rng: np.random.Generator, size: int, samples: int) -> Indices:
     # Sorted: the order within a batch means nothing, and sorted reads are kinder to storage.
-    return np.sort(rng.choice(size, count, replace=False, shuffle=False)).astype(np.int64, copy=False)
+    return np.sort(rng.choice(size, samples, replace=False, shuffle=False)).astype(np.int64, copy=False)
 
 
 def _require_adjacency(sampling: Sampling, *allowed: Adjacency) -> None:
-    require(
-        sampling.adjacency in allowed,
-        type(sampling).__name__,
-        "adjacency",
-        " or ".join(repr(a) for a in allowed),
-        sampling.adjacency,
-        "Say which two datasets are to be indistinguishable.",
-    )
+    must, action = " or ".join(map(repr, allowed)), "Say which two datasets are to be indistinguishable."
+    require(sampling.adjacency in allowed, type(sampling).__name__, "adjacency", must, sampling.adjacency, action)
 
 
 SAMPLERS: dict[str, type[Sampling]] = {
-    "poisson": Poisson,
-    "fixed-size": FixedSize,
-    "full-batch": FullBatch,
-    "shuffled": Shuffled,
-}
+    "poisson": Poisson, "fixed-size": FixedSize, "full-batch": FullBatch, "shuffled": Shuffled,
+}  # fmt: skip
 """Every sampler by its short name: the command line and the conformance tests read this."""

@@ -60,9 +60,9 @@ class Scaling(ABC):
         return self.C
 
     @property
-    @abstractmethod
     def peak_norm(self) -> float:
-        """A norm at which the weight is largest."""
+        """A norm at which the weight is largest: 0, unless the rule has a peak further on."""
+        return 0.0
 
     @property
     @abstractmethod
@@ -89,11 +89,6 @@ class Clip(Scaling):
         return torch.clamp(x / self.C, min=1.0).reciprocal()
 
     @property
-    def peak_norm(self) -> float:
-        """0: every norm up to C has the largest weight."""
-        return 0.0
-
-    @property
     def peak_weight(self) -> float:
         """1: clipping never enlarges a gradient."""
         return 1.0
@@ -116,11 +111,6 @@ class AutoS(Scaling):
 
     def _weight(self, x: Tensor) -> Tensor:
         return self.C / (x + self.r)
-
-    @property
-    def peak_norm(self) -> float:
-        """0: the smaller the gradient, the larger its weight."""
-        return 0.0
 
     @property
     def peak_weight(self) -> float:
@@ -156,14 +146,8 @@ class PSASC(Scaling):
         owner = type(self).__name__
         require_positive(owner, "s", self.s)
         _require_stabiliser(owner, self.r)
-        require(
-            self.s * self.r < 1,
-            owner,
-            "r",
-            f"such that s*r < 1 (here s = {self.s:g}, so r < {1 / self.s:g})",
-            self.r,
-            "Take a smaller r; the paper uses 1e-4 to 1e-2.",
-        )
+        must = f"such that s*r < 1 (here s = {self.s:g}, so r < {1 / self.s:g})"
+        require(self.s * self.r < 1, owner, "r", must, self.r, "Take a smaller r; the paper uses 1e-4 to 1e-2.")
 
     def _weight(self, x: Tensor) -> Tensor:
         return self.C / (self.s * x + self.r / (x + self.r))
@@ -215,14 +199,8 @@ class PSAC(PSASC):
 
 def _require_stabiliser(owner: str, r: float) -> None:
     require_positive(owner, "r", r)
-    require(
-        r >= 1e-12,
-        owner,
-        "r",
-        "at least 1e-12",
-        r,
-        "Below, float32 cannot tell it from 0; the paper uses 1e-4 to 1e-2.",
-    )
+    action = "Below, float32 cannot tell it from 0; the paper uses 1e-4 to 1e-2."
+    require(r >= 1e-12, owner, "r", "at least 1e-12", r, action)
 
 
 RULES: dict[str, type[Scaling]] = {"clip": Clip, "auto-s": AutoS, "psac": PSAC, "psasc": PSASC}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from dpscale.batches import Batch, Batches, Padding, device_of, fetched, part_of, rows_of
-from dpscale.checks import out_of_memory, require, require_count
+from dpscale.checks import complaint, out_of_memory, require, require_count
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
 from dpscale.engine.compat import foreach_add_, foreach_div_
 from dpscale.engine.modules import Structure, structure
@@ -279,8 +279,8 @@ class Private:
             raise self._exhausted()
         if isinstance(batch, Batch):
             draw = state.check_outstanding(batch.draw)
-            must = f"of {len(draw.mask)} rows, as drawn"
-            require(rows in (None, len(draw.mask)), "step", "batch", must, rows, "Pass on every row.")
+            if rows not in (None, len(draw.mask)):
+                raise complaint("step", "batch", f"of {len(draw.mask)} rows, as drawn", rows, "Pass on every row.")
         else:
             draw = state.only_outstanding(rows)
         if state.charged(independent, draw) > self.steps:

@@ -12,19 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpscale
 from dpscale.engine import trainable
-from dpscale.engine.combine import gradients, weigh
+from dpscale.engine.combine import evaluate, gradients, weigh
 from dpscale.engine.engine import engine_of
-from dpscale.engine.evaluate import evaluate
 from dpscale.engine.reference import reference_sum
-from dpscale.engine.rules.activation import PReLU
-from dpscale.engine.rules.arithmetic import Arithmetic
-from dpscale.engine.rules.bag import EmbeddingBag
-from dpscale.engine.rules.convolution import Convolution
-from dpscale.engine.rules.embedding import Embedding
-from dpscale.engine.rules.linear import Linear
-from dpscale.engine.rules.matmul import AddMM, MatMul
+from dpscale.engine.rules.arithmetic import Arithmetic, PReLU
+from dpscale.engine.rules.convolution import Convolution, TransposedConvolution
+from dpscale.engine.rules.embedding import Embedding, EmbeddingBag
+from dpscale.engine.rules.linear import AddMM, Linear, MatMul
 from dpscale.engine.rules.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from dpscale.engine.rules.transposed import TransposedConvolution
 
 from ..seeding import seeded
 

@@ -11,11 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from dpscale.engine import kernels
 from dpscale.engine.rules import convolution, linear
-from dpscale.engine.rules.addition import Sum, total
-from dpscale.engine.rules.bag import Scattered
 from dpscale.engine.rules.convolution import Patches
-from dpscale.engine.rules.embedding import Rows
-from dpscale.engine.rules.forms import Dense, Drop, Packed, Stack, Widen
+from dpscale.engine.rules.embedding import Rows, Scattered
+from dpscale.engine.rules.forms import Dense, Packed, Stack, Sum, drop, total, widen
 from dpscale.engine.rules.linear import Outer
 
 
@@ -89,7 +87,7 @@ def test_dropped_samples_are_exact_zeros(kind):
     def check(several):
         keep = torch.tensor([True, False, True])
         for form in [*several, total(several)]:
-            poisoned = form.map(_Poison()).map(Drop(keep))
+            poisoned = form.map(poison).map(drop(keep))
             assert poisoned.norm2()[1] == 0
             torch.testing.assert_close(poisoned.norm2()[keep], form.norm2()[keep])
             torch.testing.assert_close(poisoned.weighted(torch.ones(3).double()), form.weighted(keep.double()))
@@ -101,17 +99,15 @@ def test_an_infinite_weight_in_a_bag_is_dropped_with_its_sample():
     scale = torch.tensor([1.0, torch.inf])
     form = Scattered(torch.ones(2, 1, 3), torch.tensor([0, 1]), scale, torch.tensor([0, 0]), 4, torch.Size((4, 3)))
     assert torch.equal(form.norm2().isfinite(), torch.tensor([True, False]))
-    dropped = form.map(Drop(torch.tensor([True, False])))
+    dropped = form.map(drop(torch.tensor([True, False])))
     assert torch.equal(dropped.weighted(torch.tensor([1.0, 0.0])), torch.tensor([[1.0] * 3] + [[0.0] * 3] * 3))
 
 
-class _Poison(Widen):
+def poison(operand):
     """Sample 1 becomes infinite."""
-
-    def __call__(self, operand):
-        operand = operand.clone()
-        operand[1] = torch.inf
-        return operand
+    operand = operand.clone()
+    operand[1] = torch.inf
+    return operand
 
 
 def test_gram_is_taken_where_it_is_cheaper():
@@ -212,7 +208,7 @@ def fast_forms():
 def test_the_ways_of_cuda_are_the_same_gradients(monkeypatch, name):
     """Here the kernels' twins stand in for them; the kernels themselves are held to the twins where there is a GPU."""
     form = fast_forms()[name]
-    exact = form.map(Widen()).per_sample()
+    exact = form.map(widen).per_sample()
     monkeypatch.setattr(kernels, "available", lambda *_: True)
     monkeypatch.setattr(convolution, "SMALL", 0)
     if name == "products-not-kept":
@@ -351,8 +347,8 @@ def test_squares_that_vanish_hide_nothing_of_a_norm(monkeypatch, kind, swapped, 
         t, i, o = {"one-position": (1, 30, 20), "gram": (6, 30, 40), "products": (50, 7, 5)}[kind]
         form = Outer(large * torch.randn(2, t, i), small * torch.randn(2, t, o))
         ways = [form.norm2()]
-        assert (form.terms() >= form.map(Widen()).terms() * (1 - 1e-6)).all()
-    exact = form.map(Widen()).per_sample().flatten(1).norm(dim=1)
+        assert (form.terms() >= form.map(widen).terms() * (1 - 1e-6)).all()
+    exact = form.map(widen).per_sample().flatten(1).norm(dim=1)
     for found in ways:
         assert (found.double().sqrt() >= exact * (1 - 1e-6)).all()
     if large == 1.0:

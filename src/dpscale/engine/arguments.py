@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpscale.checks import is_number, require
+from dpscale.checks import complaint
 from dpscale.engine.compat import is_tree_node, register_tree_node, tree_leaves, tree_structure
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.modules import PLAIN, Structure, structure
@@ -52,31 +52,22 @@ def see_into(data: Any) -> None:
     """Let torch's trees see into mappings of any type, such as ``BatchEncoding``: they see dictionaries only."""
     if isinstance(data, MutableMapping) and not is_tree_node(type(data)):
         made_of: Any = type(data)
-        register_tree_node(
-            made_of,
-            lambda mapping: (list(mapping.values()), tuple(mapping)),
-            lambda values, names: made_of(dict(zip(names, values, strict=True))),
-        )
-    if isinstance(data, (Mapping, list, tuple)):
-        for value in data.values() if isinstance(data, Mapping) else data:
-            if isinstance(value, (Mapping, list, tuple)):
-                see_into(value)
+        register_tree_node(made_of, lambda mapping: (list(mapping.values()), tuple(mapping)),
+                           lambda values, names: made_of(dict(zip(names, values, strict=True))))  # fmt: skip
+    for value in data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ():
+        if isinstance(value, (Mapping, list, tuple)):
+            see_into(value)
 
 
 def batch_size(batch: Any) -> tuple[int, torch.device]:
     """The common first dimension of a batch's tensors, and their device."""
     see_into(batch)
     tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
-    require(bool(tensors), "scaled_sum", "batch", "a pytree that holds at least one tensor", type(batch).__name__)
-    sizes = [t.shape[0] if t.ndim else None for t in tensors]
-    require(
-        len(set(sizes)) == 1 and sizes[0] is not None,
-        "scaled_sum",
-        "batch",
-        "tensors that agree in their first dimension, the batch",
-        [tuple(t.shape) for t in tensors],
-        "Put what is not per sample into loss_fn's closure.",
-    )
+    if not tensors:
+        raise complaint("scaled_sum", "batch", "a pytree that holds at least one tensor", type(batch).__name__)
+    if len({t.shape[:1] for t in tensors}) > 1 or not tensors[0].ndim:
+        must, shapes = "tensors that agree in their first dimension, the batch", [tuple(t.shape) for t in tensors]
+        raise complaint("scaled_sum", "batch", must, shapes, "Put what is not per sample into loss_fn's closure.")
     return tensors[0].shape[0], tensors[0].device
 
 
@@ -95,30 +86,25 @@ def check_mask(owner: str, mask: Tensor | None, samples: int, device: torch.devi
     """A bool per sample; all True when none is given."""
     if mask is None:
         return torch.ones(samples, dtype=torch.bool, device=device)
-    ok = isinstance(mask, Tensor) and mask.shape == (samples,) and mask.dtype == torch.bool
-    got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else mask
-    require(
-        ok,
-        owner,
-        "mask",
-        f"a bool tensor of shape ({samples},), one entry per sample",
-        got,
-        "True keeps a sample.",
-    )
+    if not isinstance(mask, Tensor) or mask.shape != (samples,) or mask.dtype != torch.bool:
+        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else mask
+        must = f"a bool tensor of shape ({samples},), one entry per sample"
+        raise complaint(owner, "mask", must, got, "True keeps a sample.")
     return mask.to(device)
 
 
 def check_points(points: Points | None, parameters: Mapping[str, Tensor]) -> Points | None:
     """Every point must give every trainable parameter a tensor of its shape."""
-    require(points is None or len(points) > 0, "scaled_sum", "points", "None, or at least one point", points)
+    if points is not None and not len(points):
+        raise complaint("scaled_sum", "points", "None, or at least one point", points)
     for coefficient, values in points or ():
-        ok = is_number(coefficient) and math.isfinite(float(coefficient))
-        require(ok, "scaled_sum", "points", "with finite coefficients", coefficient)
+        if isinstance(coefficient, bool) or not isinstance(coefficient, (int, float)) or not math.isfinite(coefficient):
+            raise complaint("scaled_sum", "points", "with finite coefficients", coefficient)
         wrong = [n for n, p in parameters.items() if n not in values or values[n].shape != p.shape]
-        require(
-            not wrong, "scaled_sum", "points", "weights with the names and shapes of the trainable parameters",
-            f"a point without a fitting {wrong[:3]}", "Take them from dict(model.named_parameters()).",
-        )  # fmt: skip
+        if wrong:
+            must = "weights with the names and shapes of the trainable parameters"
+            got, action = f"a point without a fitting {wrong[:3]}", "Take them from dict(model.named_parameters())."
+            raise complaint("scaled_sum", "points", must, got, action)
     return points
 
 

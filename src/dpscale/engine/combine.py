@@ -1,38 +1,110 @@
-"""From taped operations to the answer: per-sample norms, weights, and the weighted sum.
+"""The sum itself: a taped forward and a backward at each point, per-sample norms, weights, the weighted sum.
 
 Gradients arrive per operation; norms are per sample over all parameters; a parameter used in several operations, or at
 several points, has the *sum* of those gradients, so its uses are added before the square, never after.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpscale.engine.compat import version
+from dpscale.engine.arguments import Points
+from dpscale.engine.compat import tree_leaves, version
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.layout import Layout
-from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules import Call, Form
-from dpscale.engine.rules.addition import total
 from dpscale.engine.rules.derivation import Derived, expanded, resolve
-from dpscale.engine.rules.forms import Change, Dense, Drop, Packed, Widen
-from dpscale.engine.rules.generic import by_name, generic_forms, replay
-from dpscale.engine.tape.calls import out_of_place
-from dpscale.engine.tape.tape import Tape, TapedOp
+from dpscale.engine.rules.forms import Change, Dense, Packed, drop, total, widen
+from dpscale.engine.rules.generic import generic_forms
+from dpscale.engine.tape.tape import Sites, Tape, TapedOp, out_of_place
 from dpscale.scaling import Scaling
 
 Forms = dict[str, Form]
 """The per-sample gradients of each parameter."""
 
 
-def gradients(tapes: Sequence[Tape], grads: Sequence[Sequence[Tensor | None]]) -> Forms:
-    """The per-sample gradients of each parameter, over all operations and all tapes (points).
+@dataclass(frozen=True)
+class ScaledSum:
+    """Σ_i weight_i · gradient_i over the samples of a batch, and what it was made of.
 
-    Args:
-        tapes: of forwards that ran.
-        grads: for each, the gradient at each of its edges.
+    Guarantee: no sample adds more than ``bound`` to the sum, in norm over all trainable parameters.
+
+    Attributes:
+        grads: the sum, by parameter name, in float32 or wider.
+        norms, weights: per sample, (B,); both 0 where masked.
+        losses: per sample, (B,); with several points, at the last.
+        ignored: how many samples had a gradient that is not finite; they add exactly nothing.
+        bound: of the rule that gave the weights.
+
+    All but ``bound`` are exact, without noise: not for release.
     """
+
+    grads: dict[str, Tensor]
+    norms: Tensor
+    weights: Tensor
+    losses: Tensor
+    ignored: Tensor
+    bound: float
+
+    def __repr__(self) -> str:
+        return f"ScaledSum({len(self.grads)} parameters, {len(self.norms)} samples, bound={self.bound:g})"
+
+
+@contextmanager
+def exactly(device: torch.device) -> Iterator[None]:
+    """No graph, and no autocast of the caller's: norms and sums are computed in the precision that they say."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def evaluate(
+    parameters: Mapping[str, Tensor], run: Callable[[Any], Tensor], batch: Any, sites: Sites, mask: Tensor,
+    points: Points | None,
+) -> tuple[list[Tape], list[Sequence[Tensor | None]], Tensor]:  # fmt: skip
+    """A forward and a backward at each point; the coefficient and the mask ride in on the seed of the backward."""
+    tapes: list[Tape] = []
+    grads: list[Sequence[Tensor | None]] = []
+    each: Sequence[tuple[float | Tensor, Mapping[str, Tensor] | None]] = points or [(1.0, None)]
+    for coefficient, values in each:
+        with torch.enable_grad(), Tape(parameters, values, sites, len(mask)) as tape:
+            losses = run(batch)
+        tapes.append(tape)
+        grads += backward([tape], parameters, losses, coefficient * mask.to(losses.dtype))
+    return tapes, grads, losses.detach()
+
+
+def backward(
+    tapes: Sequence[Tape], parameters: Mapping[str, Tensor], losses: Tensor, seed_B: Tensor
+) -> list[Sequence[Tensor | None]]:
+    """The gradient at every taped operation's output, by tape; no parameter gradients are computed.
+
+    Taped operations see stand-ins, detached. Whatever reaches a parameter, or a stand-in, went by unseen, and is
+    refused.
+    """
+    if not losses.requires_grad:
+        return [[None for _ in tape.edges] for tape in tapes]
+    wanted = [e for tape in tapes for e in tape.edges]
+    whole = [parameters, *(tape.leaves for tape in tapes)]
+    names = [n for tensors in whole for n in tensors]
+    both: Any = [*wanted, *(t for tensors in whole for t in tensors.values())]  # torch takes both, its types do not
+    arrived = torch.autograd.grad([losses], both, [seed_B], allow_unused=True)
+    unseen = [n for n, g in zip(names, arrived[len(wanted) :], strict=True) if g is not None]
+    if unseen:
+        raise UnsupportedModel(
+            f"Parameter {unseen[0]!r} also reaches the losses where its operations cannot be seen (outside the model's "
+            "own forward, or in a compiled part or custom autograd function), so its per-sample gradients are unknown. "
+            "Write that part with plain operations inside the model's forward."
+        )
+    rest = iter(arrived)
+    return [[next(rest) for _ in tape.edges] for tape in tapes]
+
+
+def gradients(tapes: Sequence[Tape], grads: Sequence[Sequence[Tensor | None]]) -> Forms:
+    """The per-sample gradients of each parameter, over all operations and all tapes (points), from the gradients at the
+    edges of each tape."""
     uses: dict[str, list[Form]] = {}
     for tape, arrived in zip(tapes, grads, strict=True):
         through: dict[str, list[Form]] = {}
@@ -48,24 +120,17 @@ def gradients(tapes: Sequence[Tape], grads: Sequence[Sequence[Tensor | None]]) -
 
 
 def combine(forms: Forms, rule: Scaling, mask_B: Tensor, shapes: Mapping[str, Tensor], losses_B: Tensor) -> ScaledSum:
-    """Norms, then weights, then the sum.
+    """Norms, then weights, then the sum; zero for those parameters of ``shapes`` that got no gradient.
 
     Guarantee: each sample adds at most ``rule.bound`` to the sum, in norm; one whose gradient is not finite, or that is
     masked, adds exactly nothing.
-
-    Args:
-        forms: the per-sample gradients.
-        rule: from norm to weight.
-        mask_B: the samples that count.
-        shapes: the parameters, for those that got no gradient (their sum is zero).
-        losses_B: for the result.
     """
     out, finite = weigh(forms, rule, mask_B, shapes, losses_B)
     if bool(finite):
         return out
     # A float32 square overflows from 1.8e19 on. Look again in float64, where no float32 gradient does.
-    norms = _norms(_map(forms, Widen()).values(), mask_B)
-    return weigh(_map(forms, Drop(torch.isfinite(norms))), rule, mask_B, shapes, losses_B, norms)[0]
+    norms = _norms(_map(forms, widen).values(), mask_B)
+    return weigh(_map(forms, drop(torch.isfinite(norms))), rule, mask_B, shapes, losses_B, norms)[0]
 
 
 def weigh(
@@ -130,34 +195,22 @@ def _forms(
         layout = site.layouts["out0"]
         repeated = expanded(derived[op.keys[0]], grads[0], layout, samples)
         found = repeated and resolve(repeated[1], repeated[0], derived)
-        yield found or (op.keys[0], Dense(_one_by_one(grads[0], layout, samples)))
+        if not found:  # for each sample, the gradient in its own rows and zero in the others'
+            own, g = torch.eye(samples, dtype=torch.bool, device=grads[0].device), grads[0]
+            found = op.keys[0], Dense(torch.stack([g.where(layout.spread(one, g), 0) for one in own]))
+        yield found
         return
-    flat, spec = by_name(op.args, op.kwargs)
     if site.rule is None:
-        leaves = {str(k): flat[str(k)] for k in op.keys}
-        call = Call(
-            replay(out_of_place(op.function), spec),
-            flat,
-            samples,
-            site.layouts["out0"],
-            site.layouts,
-            frozenset(leaves),
-        )
-        for slot, form in generic_forms(call, leaves, grads):
-            yield op.keys[int(slot)], form
+        run = out_of_place(op.function)
+        for k, form in generic_forms(run, op.args, op.kwargs, op.keys, site.layouts, samples, grads):
+            yield op.keys[k], form
         return
-    arguments = site.rule.bind(op.args, op.kwargs)
-    key_of = {id(flat[str(k)]): key for k, key in op.keys.items()}
+    arguments, given = site.rule.bind(op.args, op.kwargs), tree_leaves((op.args, op.kwargs))
+    key_of = {id(given[k]): key for k, key in op.keys.items()}
     slots = {n: key_of[id(a)] for n, a in arguments.items() if id(a) in key_of}
     call = Call(op.function, arguments, samples, site.layouts["out0"], site.layouts, frozenset(slots))
     for slot, form in site.rule.forms(call, grads[0]):
         yield slots[slot], form
-
-
-def _one_by_one(g: Tensor, layout: Layout, samples: int) -> Tensor:
-    """(B, *shape): for each sample, the gradient in its own rows and zero in the others'."""
-    own = torch.eye(samples, dtype=torch.bool, device=g.device)
-    return torch.stack([g.where(layout.spread(own[i], g), 0) for i in range(samples)])
 
 
 def _carried_back(tape: Tape, through: Mapping[str, Sequence[Form]]) -> Iterator[tuple[str, Form]]:
@@ -165,27 +218,19 @@ def _carried_back(tape: Tape, through: Mapping[str, Sequence[Form]]) -> Iterator
     others: dict[str, Form] = {}
     for key, forms in through.items():
         form = total(forms)
-        found = resolve(form, key, tape.derived)
-        if found is None:
-            others[key] = form
-        else:
+        if (found := resolve(form, key, tape.derived)) is not None:
             yield found
-    yield from _chained(tape, others)
+        else:
+            others[key] = form
+    if others:
+        yield from _chained(tape, others)
 
 
 def _chained(tape: Tape, through: Mapping[str, Form]) -> Iterator[tuple[str, Form]]:
     """The same by autograd, for functions that do not keep norms (weight norm): B gradients of each."""
-    if not through:
-        return
-    outputs = [tape.derived[k].tensor for k in through]
-    back = torch.autograd.grad(
-        outputs,
-        list(tape.leaves.values()),
-        [form.per_sample().to(t.dtype) for form, t in zip(through.values(), outputs, strict=True)],
-        is_grads_batched=True,
-        allow_unused=True,
-        retain_graph=True,
-    )
+    outputs, leaves = [tape.derived[key].tensor for key in through], list(tape.leaves.values())
+    grads = [form.per_sample().to(t.dtype) for form, t in zip(through.values(), outputs, strict=True)]
+    back = torch.autograd.grad(outputs, leaves, grads, is_grads_batched=True, allow_unused=True, retain_graph=True)
     for name, g in zip(tape.leaves, back, strict=True):
         if g is not None:
             yield name, Dense(g)

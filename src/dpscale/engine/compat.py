@@ -4,8 +4,9 @@ Other modules import these from here and touch no private name themselves, so th
 checked in one place. What is slow to import is imported inside a function.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,29 +25,15 @@ from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 
 # Other tensors in the place of a model's parameters. If it goes: torch.func.functional_call, for one call.
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+
+__all__ = ["BatchNorm", "FakeTensor", "InstanceNorm"]  # passed on as they are
 
 # Nested containers to lists and back, as all of torch does it. If they go: the package optree has all of them.
-from torch.utils._pytree import (
-    SUPPORTED_NODES,
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_structure,
-    tree_unflatten,
-)
-from torch.utils._pytree import (
-    register_pytree_node as register_tree_node,
-)
-
-__all__ = [
-    "CHECKPOINT_GENERATOR", "BatchNorm", "FakeTensor", "InstanceNorm", "TreeSpec", "compile_graph", "foreach_add_",
-    "foreach_copy_", "foreach_div_", "foreach_mul_", "graph_pass", "is_tree_node", "keystr", "merge_equal",
-    "register_tree_node", "registered", "reparametrized", "storage", "trace_on_fakes", "tree_flatten",
-    "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_structure", "tree_unflatten", "version",
-]  # fmt: skip
+TreeSpec = pytree.TreeSpec
+tree_flatten, tree_unflatten, tree_leaves = pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_leaves
+tree_map, tree_structure, keystr = pytree.tree_map, pytree.tree_structure, pytree.keystr
+tree_flatten_with_path, register_tree_node = pytree.tree_flatten_with_path, pytree.register_pytree_node
 
 # One launch for many tensors. If they go: a loop over Tensor.add_ and the like.
 foreach_add_: Callable[..., Any] = torch._foreach_add_
@@ -57,10 +44,12 @@ foreach_mul_: Callable[..., Any] = torch._foreach_mul_
 # Where torch prepares to run a checkpointed region again. If it goes: whatever `checkpoint` then calls in its place.
 CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
 
+# How often a tensor, or what shares its memory, was written. If it goes: compare copies.
+version: Callable[[Tensor], int] = attrgetter("_version")
 
-def version(t: Tensor) -> int:
-    """How often a tensor, or what shares its memory, was written. If it goes: compare copies."""
-    return t._version
+# A module's own parameters, buffers and children by name: with None, and with duplicates. If they go:
+# `named_parameters(recurse=False, remove_duplicate=False)` and its kin, which are slower and skip None.
+registered: Callable[[nn.Module], tuple[Mapping[str, Any], ...]] = attrgetter("_parameters", "_buffers", "_modules")
 
 
 def storage(t: Tensor) -> int:
@@ -69,27 +58,14 @@ def storage(t: Tensor) -> int:
     return number
 
 
-@contextmanager
-def reparametrized(model: nn.Module, values: Mapping[str, Tensor] | None) -> Iterator[None]:
+def reparametrized(model: nn.Module, values: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
     """The model with other tensors for its parameters, tied ones too; None leaves it."""
-    if values is None:
-        yield
-        return
-    with _reparametrize_module(model, dict(values), tie_weights=True):
-        yield
-
-
-def registered(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
-    """A module's own parameters, buffers and children by name: with None, and with duplicates.
-
-    If they go: `named_parameters(recurse=False, remove_duplicate=False)` and its kin, which are slower and skip None.
-    """
-    return module._parameters, module._buffers, module._modules
+    return nullcontext() if values is None else _reparametrize_module(model, dict(values), tie_weights=True)
 
 
 def is_tree_node(made: type) -> bool:
     """Whether torch's trees see into a container of this type. If it goes: a set of those that we registered."""
-    return made in SUPPORTED_NODES
+    return made in pytree.SUPPORTED_NODES
 
 
 def trace_on_fakes(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
@@ -98,11 +74,9 @@ def trace_on_fakes(function: Callable[..., Any], inputs: Sequence[Any]) -> torch
 
 
 def compile_graph(
-    graph: torch.fx.GraphModule,
-    inputs: Sequence[Tensor],
-    patches: dict[str, Any],
+    graph: torch.fx.GraphModule, inputs: Sequence[Tensor], patches: dict[str, Any],
     decompositions: Mapping[Any, Callable[..., Any]],
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     """Compile a traced graph for inputs of these shapes. If it goes: `torch.compile`, which traces by itself.
 
     Args:

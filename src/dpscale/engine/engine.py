@@ -29,15 +29,13 @@ from dpscale.engine.arguments import (
     trainable,
 )
 from dpscale.engine.by_sample import sum_by_sample
-from dpscale.engine.combine import combine, gradients
+from dpscale.engine.combine import ScaledSum, combine, evaluate, exactly, gradients
 from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.compile.step import Backend, CompiledSum
-from dpscale.engine.evaluate import evaluate, exactly
 from dpscale.engine.identity import identity
 from dpscale.engine.modules import structure
 from dpscale.engine.phases import cold_start, phase, waiting
 from dpscale.engine.recorder import Recorder
-from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules.forms import Dense
 from dpscale.engine.tape.tape import Sites, UnknownOperation
 from dpscale.engine.verify.glance import Glance

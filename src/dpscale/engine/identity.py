@@ -58,7 +58,8 @@ def identity(function: Callable[..., Any], *, numbers: bool) -> Any:
     try:
         return _Look(numbers).function(function)
     except _Unclear:
-        return _itself(function), *[each for value in _held(function) for each in _switches(value)]
+        held = [get() for _, get, _ in variables_of(function)]  # without a further look
+        return _itself(function), *[each for value in held for each in _switches(value)]
 
 
 class _Look:
@@ -100,25 +101,13 @@ class _Look:
 
     def _read(self, code: CodeType, globals_: dict[str, Any]) -> Iterator[Any]:
         """What the code reads from its module, and from other modules by way of it."""
-        names, attributes = _names(code)
-        modules: list[ModuleType] = []
-        for name in names:
-            value = globals_.get(name)
+        for name, values in _places(code, globals_):
+            value = values[name]
+            own = values is globals_ and not (isinstance(value, FunctionType) and value.__globals__ is not globals_)
             if isinstance(value, ModuleType):
-                modules.append(value)
                 yield name, _itself(value)
-            elif isinstance(value, FunctionType) and value.__globals__ is not globals_:
-                yield name, _elsewhere(value)
-            elif name in globals_:
-                yield name, self._value(value)
-        for module in modules:  # grows: torch, torch.nn, torch.nn.functional
-            for name in attributes:
-                value = vars(module).get(name)
-                if isinstance(value, ModuleType):
-                    if value not in modules:
-                        modules.append(value)
-                elif name in vars(module):
-                    yield name, self._value(value) if isinstance(value, (*PLAIN, nn.Module)) else _elsewhere(value)
+            else:
+                yield name, self._value(value) if own or isinstance(value, (*PLAIN, nn.Module)) else _elsewhere(value)
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, PLAIN):
@@ -146,11 +135,6 @@ def _switches(value: Any) -> Iterator[Any]:
                 yield structure(each).switches()
 
 
-def _held(function: Any) -> Iterator[Any]:
-    """What a function holds and reads itself, without a further look."""
-    return (get() for _, get, _ in variables_of(function))
-
-
 Variable = tuple[str, Callable[[], Any], Callable[[Any], None]]
 """A name, what reads it and what writes it."""
 
@@ -171,20 +155,27 @@ def variables_of(function: Any) -> list[Variable]:
             found.append((name, partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents")))
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     found += [_constant(f"default {k}", value) for k, value in enumerate(defaults)]
-    names, attributes = _names(function.__code__)
-    places = [function.__globals__]
-    for values in places:  # grows by the modules that it reads from
-        for name in names if values is function.__globals__ else attributes:
-            if isinstance(values.get(name), ModuleType):
-                if all(vars(values[name]) is not known for known in places):
-                    places.append(vars(values[name]))
-            elif name in values:
-                found.append((name, partial(values.__getitem__, name), partial(values.__setitem__, name)))
+    for name, values in _places(function.__code__, function.__globals__):
+        if not isinstance(values[name], ModuleType):
+            found.append((name, partial(values.__getitem__, name), partial(values.__setitem__, name)))
     return found
 
 
 def _constant(name: str, value: Any) -> Variable:
     return name, lambda: value, lambda _: None
+
+
+def _places(code: CodeType, globals_: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each name that code reads from its module, or from other modules by way of it, and whose variables have it."""
+    names, attributes = _names(code)
+    places = [globals_]
+    for values in places:  # grows by the modules that it reads from: torch, torch.nn, torch.nn.functional
+        for name in names if values is globals_ else attributes:
+            if name in values:
+                yield name, values
+                value = values[name]
+                if isinstance(value, ModuleType) and all(vars(value) is not known for known in places):
+                    places.append(vars(value))
 
 
 @functools.lru_cache(256)

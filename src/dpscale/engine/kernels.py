@@ -429,7 +429,7 @@ def _launch(
     x, g = _rows_side_by_side(x), _rows_side_by_side(g)
     (samples, height, width, channels), (rows, columns, outputs) = x.shape, g.shape[1:]
     bo, bc, bk, warps = _shape(channels, outputs, x.element_size())
-    stages = _stages(mode, bo, bc)
+    stages = 5 if mode == "weigh" else 3  # tiles under way: so that two programs fit; the load of a weight counts twice
     tiles_o, tiles_c = -(-outputs // bo), -(-channels // bc)
     tiles = window[0] * window[1] * tiles_o * tiles_c
     squares = torch.empty(parts if mode == "square" else 1, tiles, dtype=torch.float32, device=x.device)
@@ -473,11 +473,6 @@ def _shape(channels: int, outputs: int, size: int) -> tuple[int, int, int, int]:
     """(Outputs, channels and positions in a tile, warps): of the operands alone, so that all modes agree."""
     bo, bc = (128 if n > 64 else 64 if n > 32 else 32 if n > 16 else 16 for n in (outputs, channels))
     return bo, bc, 128 // size, 8 if bo * bc == 128 * 128 else 4
-
-
-def _stages(mode: str, bo: int, bc: int) -> int:
-    """Tiles under way at once: three, so that two programs fit; the load of a weight counts for two more."""
-    return 5 if mode == "weigh" else 3
 
 
 def _weighted_parts(x: Tensor, g: Tensor, window: Sequence[int]) -> int:

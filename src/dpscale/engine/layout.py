@@ -2,14 +2,12 @@
 
 A tensor that carries a batch does so along one dimension of size n = outer · B · inner, where the sample is the middle
 index: (B, T, d) has outer = inner = 1; flattened to (B·T, d), inner = T; time first and flattened to (T·B, d),
-outer = T. `Layout` names that dimension; `fit` finds it from evidence: masks of the elements that one sample was seen
-to touch.
+outer = T. `Layout` names that dimension.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -67,15 +65,3 @@ def candidates(shape: Sequence[int], smaller: Sequence[int], samples: int, fewer
     # Batch first and batch last of the flattened dimension before the mixed ones: the usual, if evidence allows it.
     inners = sorted((i for i in range(1, each + 1) if each % i == 0), key=lambda i: (i != each, i != 1, i))
     return [Layout(grows[0], each // i, i) for i in inners]
-
-
-def fit(options: Sequence[Layout], touched: Sequence[Tensor]) -> list[Layout]:
-    """The layouts under which sample i's evidence, ``touched[i]``, lies in sample i's rows alone."""
-    samples = len(touched)
-
-    def agrees(layout: Layout) -> bool:
-        ids = torch.arange(samples, device=touched[0].device)
-        owner = layout.spread(ids, touched[0])
-        return all(not bool((mask & (owner != i)).any()) for i, mask in enumerate(touched))
-
-    return [layout for layout in options if agrees(layout)]

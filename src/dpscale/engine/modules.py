@@ -62,9 +62,8 @@ class Structure:
 
     def switches(self) -> tuple[Any, ...]:
         """When this changes, a forward may go another way."""
-        return (
-            self.kinds, self.training, self.attributes.kinds(), self.flags.kinds(), tuple(self.trainable), self.names,
-        )  # fmt: skip
+        asked = self.attributes.kinds(), self.flags.kinds()
+        return self.kinds, self.training, *asked, tuple(self.trainable), self.names
 
 
 _known: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
@@ -75,14 +74,13 @@ def structure(model: nn.Module) -> Structure:
     state = _state(model)
     known = _known.get(model)
     if known is None or known.state != state:
-        parameters: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        constants: dict[str, Tensor] = dict(model.named_buffers())
+        parameters: dict[str, Tensor] = {}
+        for name, p in model.named_parameters():
+            (parameters if p.requires_grad else constants)[name] = p
         kinds, training = zip(*((type(m), m.training) for m in model.modules()), strict=True)
-        frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-        constants = {**dict(model.named_buffers()), **frozen}
-        known = _known[model] = Structure(
-            parameters, kinds, training, tuple(constants.values()), tuple(constants), Attributes(model), Flags(model),
-            state,
-        )  # fmt: skip
+        held = tuple(constants.values()), tuple(constants), Attributes(model), Flags(model)
+        known = _known[model] = Structure(parameters, kinds, training, *held, state)
     return known
 
 
@@ -91,16 +89,12 @@ class Attributes:
     those that were there when it was looked at."""
 
     def __init__(self, model: nn.Module) -> None:
-        places = [
-            (vars(module), name, weakref.ref(module))
-            for module in model.modules()
-            for name, value in vars(module).items()
-            if name not in _OWN and _told(value) is not type(value)
-        ]
-        places.sort(key=lambda place: not _plain(place[0][place[1]]))
-        self._places = [(attributes, name) for attributes, name, _ in places]
-        self._modules = [module for *_, module in places]
-        found = [attributes[name] for attributes, name in self._places]
+        held = ((module, name, value) for module in model.modules() for name, value in vars(module).items())
+        places = [place for place in held if place[1] not in _OWN and _told(place[2]) is not type(place[2])]
+        places.sort(key=lambda place: not _plain(place[2]))
+        self._places = [(vars(module), name) for module, name, _ in places]
+        self._modules = [weakref.ref(module) for module, *_ in places]
+        found = [value for *_, value in places]
         self._copies = [copy.deepcopy(value) for value in found if _plain(value)]  # of the first of these places
         self._told = [_told(value) for value in found]
         self.values = self.now()

@@ -8,10 +8,11 @@ That takes from a moment to minutes.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Literal, TypeVar
 
+T = TypeVar("T")
 log = logging.getLogger("dpscale")
 
 Phase = Literal["checking", "tracing", "compiling", "recording"]
@@ -28,13 +29,17 @@ SILENCE = 2.0
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Tell ``listener`` of every phase that begins in here."""
-    token = _listener.set(listener)
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _listener.reset(token)
+        variable.reset(token)
+
+
+def listening(listener: Listener) -> AbstractContextManager[None]:
+    """Tell ``listener`` of every phase that begins in here."""
+    return _set(_listener, listener)
 
 
 @contextmanager
@@ -60,12 +65,10 @@ def cold_start() -> Iterator[dict[str, float]]:
         yield outer
         return
     seconds: dict[str, float] = {}
-    token, told = _seconds.set(seconds), _told.set([time.perf_counter()])
     try:
-        yield seconds
+        with _set(_seconds, seconds), waiting():
+            yield seconds
     finally:
-        _seconds.reset(token)
-        _told.reset(told)
         if seconds:
             _tell(None)
     if seconds:
@@ -79,14 +82,9 @@ def _tell(name: Phase | None) -> None:
         listener(name)
 
 
-@contextmanager
-def waiting() -> Iterator[None]:
+def waiting() -> AbstractContextManager[None]:
     """Whoever waits in here is told so by `still_at`, if it takes long."""
-    told = _told.set(_told.get() or [time.perf_counter()])
-    try:
-        yield
-    finally:
-        _told.reset(told)
+    return _set(_told, _told.get() or [time.perf_counter()])
 
 
 def still_at(what: str) -> None:

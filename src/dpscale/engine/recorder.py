@@ -16,11 +16,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from dpscale.engine.arguments import check_losses, trainable
-from dpscale.engine.combine import combine, gradients
+from dpscale.engine.combine import ScaledSum, backward, combine, exactly, gradients
 from dpscale.engine.compat import tree_flatten, tree_unflatten
 from dpscale.engine.errors import SECOND, UnsupportedModel
-from dpscale.engine.evaluate import backward, exactly
-from dpscale.engine.result import ScaledSum
 from dpscale.engine.tape.tape import Tape, Watched
 from dpscale.engine.verify.credit import insides, misplaced
 from dpscale.engine.verify.look import Subject

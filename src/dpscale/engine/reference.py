@@ -6,21 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpscale.engine.compat import tree_leaves, tree_map
+from dpscale.engine.compat import reparametrized, tree_leaves, tree_map
 from dpscale.scaling import Scaling
 
 Points = Sequence[tuple[float, Mapping[str, Tensor]]]
-
-
-class _Loss(nn.Module):
-    """The loss as a module, because torch exchanges the parameters of a module's call alone."""
-
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss_fn = model, loss_fn
-
-    def forward(self, batch: Any) -> Tensor:
-        return self.loss_fn(self.model, batch)
 
 
 def per_sample_gradients(
@@ -35,8 +24,8 @@ def per_sample_gradients(
         combined: dict[str, Tensor] = {}
         for coefficient, weights in points or [(1.0, dict(model.named_parameters()))]:
             at = {n: weights[n].detach().clone().requires_grad_() for n in names}
-            renamed = {f"model.{n}": t for n, t in at.items()}
-            loss = torch.func.functional_call(_Loss(model, loss_fn), renamed, (one,)).sum()
+            with reparametrized(model, at):
+                loss = loss_fn(model, one).sum()
             grads = torch.autograd.grad(loss, list(at.values()), allow_unused=True)
             for n, g in zip(names, grads, strict=True):
                 g = torch.zeros_like(at[n]) if g is None else g
@@ -48,13 +37,9 @@ def per_sample_gradients(
 
 
 def reference_sum(
-    model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
-    batch: Any,
-    rule: Scaling,
-    mask: Tensor | None = None,
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, rule: Scaling, mask: Tensor | None = None,
     points: Points | None = None,
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:  # fmt: skip
     """(sums by name, norms, weights): what `dpscale.scaled_sum` must equal."""
     per_sample = per_sample_gradients(model, loss_fn, batch, points)
     norms = torch.stack([g.unsqueeze(-1).flatten(1).square().sum(1) for g in per_sample.values()]).sum(0).sqrt()

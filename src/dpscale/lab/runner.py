@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
-from dpscale import diagnostics
 from dpscale.checks import require
 from dpscale.engine import LossFn, trainable
 from dpscale.engine.phases import listening, phase
+from dpscale.lab import diagnostics
 from dpscale.lab.data import Data, hold_out
 from dpscale.lab.data import load as load_data
 from dpscale.lab.encoders import features

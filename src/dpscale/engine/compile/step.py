@@ -21,15 +21,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpscale.engine.arguments import LossFn, Points, kind_of, shapes_of
-from dpscale.engine.combine import gradients, weigh
+from dpscale.engine.combine import ScaledSum, evaluate, exactly, gradients, weigh
 from dpscale.engine.compat import trace_on_fakes, tree_flatten, tree_leaves, tree_unflatten
 from dpscale.engine.compile.finite_flag import FiniteFlag, publish
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.evaluate import evaluate, exactly
 from dpscale.engine.identity import identity
 from dpscale.engine.modules import Structure, structure, untouched
 from dpscale.engine.phases import cold_start, phase
-from dpscale.engine.result import ScaledSum
 from dpscale.engine.tape.channels import channels_last
 from dpscale.engine.tape.tape import Sites, UnknownOperation
 from dpscale.scaling import RULES, Scaling

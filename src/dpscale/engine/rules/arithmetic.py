@@ -4,6 +4,8 @@ y = f(x, p) element by element, so sample i's gradient of p is g·∂f/∂p, sum
 rows along which p was repeated:
 
     y = x + α·p:  α·g       y = x·p:  g·x       y = x / p:  −g·(x/p)/p       y = p / x:  g / x
+
+and `prelu`: y = x where x > 0, else p·x, with one p or one per channel (dimension 1).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +20,9 @@ from dpscale.engine.rules.forms import Dense, Form, wide
 
 def _family(*names: str) -> tuple[Callable[..., Any], ...]:
     """An operation under all its names: function, method, operator, and the twins that write their first argument."""
-    found = []
-    for name in names:
-        for owner, called in (
-            (torch, name),
-            (torch.Tensor, name),
-            (torch.Tensor, f"{name}_"),
-            (torch.Tensor, f"__{name}__"),
-            (torch.Tensor, f"__i{name}__"),
-        ):
-            if hasattr(owner, called):
-                found.append(getattr(owner, called))
-    return tuple(found)
+    methods = [called for n in names for called in (n, f"{n}_", f"__{n}__", f"__i{n}__")]
+    places = [*((torch, name) for name in names), *((torch.Tensor, method) for method in methods)]
+    return tuple(getattr(owner, name) for owner, name in places if hasattr(owner, name))
 
 
 ADD = _family("add")
@@ -48,8 +41,8 @@ class Arithmetic(Rule):
     def accepts(self, call: Call) -> bool:
         """A parameter that every row of the batch's dimension gets; a quotient that is not rounded; real numbers."""
         x, p = _roles(call)
-        shape = _broadcast_shape(x, p)
-        batch = p.ndim - (len(shape) - call.layout.dim)  # the batch's dimension, counted in p's own
+        dims = max(p.ndim, x.ndim if isinstance(x, Tensor) else 0)
+        batch = p.ndim - (dims - call.layout.dim)  # the batch's dimension, counted in p's own
         repeated = batch < 0 or p.shape[batch] == 1
         real = not (p.is_complex() or (isinstance(x, Tensor) and x.is_complex()))
         return bool(repeated and real and call.get("rounding_mode") is None)
@@ -72,6 +65,25 @@ class Arithmetic(Rule):
         yield slot, Dense(reduced(g_rows, p.shape))
 
 
+class PReLU(Rule):
+    """The rule of `torch.prelu`: ∂y/∂w is x where x is not positive."""
+
+    functions = (torch.prelu, torch.Tensor.prelu)
+    names = ("input", "weight")
+    trainable = ("weight",)
+
+    def accepts(self, call: Call) -> bool:
+        """The batch may lie anywhere but in the channels."""
+        return call.layout.dim != 1 or call.arguments["weight"].numel() == 1
+
+    def forms(self, call: Call, g: Tensor) -> Iterator[tuple[str, Form]]:
+        """g·min(x, 0), summed over all but the channels."""
+        weight, channels = call.arguments["weight"], call.arguments["weight"].numel()
+        grad = call.rows(wide(g) * call.arguments["input"].clamp(max=0))
+        grad = reduced(grad, (channels, *[1] * (g.ndim - 2)) if channels > 1 else ())
+        yield "weight", Dense(grad.reshape(-1, *weight.shape))
+
+
 def reduced(g_rows: Tensor, shape: Sequence[int]) -> Tensor:
     """(B, *shape): per-sample rows of a result, summed to the shape of an operand that was broadcast to it."""
     missing = g_rows.ndim - 1 - len(shape)
@@ -85,7 +97,3 @@ def _roles(call: Call) -> tuple[Any, Tensor]:
     """(what stands beside it, the parameter)."""
     (slot,) = call.wanted
     return call.arguments["other" if slot == "input" else "input"], call.arguments[slot]
-
-
-def _broadcast_shape(x: Any, p: Tensor) -> Sequence[int]:
-    return torch.broadcast_shapes(x.shape, p.shape) if isinstance(x, Tensor) else p.shape

@@ -1,15 +1,18 @@
-"""`conv1d`, `conv2d`, `conv3d`: any stride, padding, dilation and number of groups.
+"""`conv1d`, `conv2d`, `conv3d` and their transposes: any stride, padding, dilation and number of groups.
 
 Unfolded into patches, a convolution is a linear layer over positions: sample i's gradient of W is Σ_l g_l patch_lᵀ,
 so its squared norm is that of `Outer`, group by group. The weighted sum needs no patches: it is the ordinary weight
 gradient of the convolution for the output gradient w·g.
+
+The transpose of a convolution sends y's gradient g to x by that convolution, so ⟨g, y⟩ = ⟨conv(g, W), x⟩: the gradient
+of W is that of an ordinary convolution whose input is g and whose output gradient is x.
 
 Shape suffixes: B samples, K images of one sample, L output positions, C input channels, O output channels, P =
 C/groups · ∏kernel.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,19 +22,7 @@ from torch import Tensor
 
 from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import (
-    Change,
-    Dense,
-    Form,
-    Stack,
-    as_multiplied,
-    same,
-    scaled,
-    side_by_side,
-    size,
-    slack,
-    wide,
-)
+from dpscale.engine.rules.forms import Dense, Form, Stack, as_multiplied, same, scaled, side_by_side, size, slack, wide
 from dpscale.engine.rules.linear import CHUNK, Outer
 
 SMALL = 1 << 23
@@ -223,8 +214,8 @@ class Patches(Form):
                 return self._outer().norm2()
             return kernels.square(*self._channels_last()) + slack(self._terms())
         step = max(1, CHUNK // self._patch_numbers)
-        parts = [self._slice(k, k + step)._outer().norm2() for k in range(0, len(self.x), step)]
-        return torch.cat(parts).view(-1, self.groups).sum(1)
+        chunks = [replace(self, x=x, g=g) for x, g in zip(self.x.split(step), self.g.split(step), strict=True)]
+        return torch.cat([chunk._outer().norm2() for chunk in chunks]).view(-1, self.groups).sum(1)
 
     def _terms(self) -> Tensor:
         """The norms of the terms g_l patch_lᵀ, (B, L): a patch's from the squares in its window."""
@@ -272,35 +263,19 @@ class Patches(Form):
     ) -> Tensor:
         """torch's own gradient of the weight, from its input and output gradient; the smaller one takes the weights."""
         x, g = (scaled(x, weights_B), wide(g)) if x.numel() < g.numel() else (wide(x), scaled(g, weights_B))
-        _, grad, _ = torch.ops.aten.convolution_backward(
-            g.flatten(0, 1),
-            x.flatten(0, 1),
-            g.new_empty(self.weight_shape),
-            None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            transposed,
-            output_padding or [0] * len(self.stride),
-            self.groups,
-            [False, True, False],
-        )
-        assert isinstance(grad, Tensor)
+        grad: Tensor = torch.ops.aten.convolution_backward(
+            g.flatten(0, 1), x.flatten(0, 1), g.new_empty(self.weight_shape), None, self.stride, self.padding,
+            self.dilation, transposed, output_padding or [0] * len(self.stride), self.groups, [False, True, False],
+        )[1]  # fmt: skip
         return grad
 
     def per_sample(self) -> Tensor:
         """(B, O, C/groups, *kernel)."""
         return self._outer().per_sample().view(-1, *self.weight_shape)
 
-    def map(self, change: Change) -> "Patches":
-        """Change input and output gradient."""
-        return replace(self, x=change(self.x), g=change(self.g))
-
     def join(self, other: Form) -> "Patches | None":
         """More images of the same sample, if of one size; of one and the same image, the output gradients are added."""
-        if type(other) is not type(self) or not isinstance(other, Patches):
-            return None
-        if self._setting() != other._setting():
+        if not isinstance(other, Patches) or self._setting() != other._setting():
             return None
         if same(self.x, other.x):
             return replace(self, g=wide(self.g) + wide(other.g))
@@ -309,10 +284,7 @@ class Patches(Form):
     def _setting(self) -> tuple[Any, ...]:
         """All but the operands, and of them the sizes."""
         rest = [getattr(self, f.name) for f in fields(self) if f.name not in ("x", "g")]
-        return (self.x.shape[2:], self.g.shape[2:], *rest)
-
-    def _slice(self, start: int, stop: int) -> "Patches":
-        return replace(self, x=self.x[start:stop], g=self.g[start:stop])
+        return (type(self), self.x.shape[2:], self.g.shape[2:], *rest)
 
     def _outer(self) -> Outer:
         """The same gradients as outer products, groups beside the samples: (B·groups, K·L, P) and O/groups."""
@@ -332,11 +304,22 @@ class Patches(Form):
         return Outer(a.mT, g.mT)
 
 
+@dataclass(frozen=True)
+class TransposedPatches(Patches):
+    """`Patches` with the roles exchanged: ``x`` holds the output gradient and ``g`` the input."""
+
+    output_padding: tuple[int, ...]
+
+    def weighted(self, weights_B: Tensor) -> Tensor:
+        """One ordinary weight gradient of the transposed convolution."""
+        return self._weight_gradient(self.g, self.x, weights_B, True, self.output_padding)
+
+
 class Convolution(Rule):
     """The rule of `torch.conv1d`, `conv2d` and `conv3d`."""
 
-    functions = (torch.conv1d, torch.conv2d, torch.conv3d)
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    functions: tuple[Callable[..., Any], ...] = (torch.conv1d, torch.conv2d, torch.conv3d)
+    names: tuple[str, ...] = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     trainable = ("weight", "bias")
 
     def accepts(self, call: Call) -> bool:
@@ -345,17 +328,31 @@ class Convolution(Rule):
 
     def forms(self, call: Call, g: Tensor) -> Iterator[tuple[str, Form]]:
         """Patches for the weight, sums over positions for the bias."""
-        weight, g_rows = call.arguments["weight"], call.rows(g)
-        space = weight.ndim - 2
+        g_rows = call.rows(g)
         if "weight" in call.wanted:
-            stride = per_dim(call.get("stride", 1), space)
-            dilation = per_dim(call.get("dilation", 1), space)
-            x = call.rows(as_multiplied(call.arguments["input"], g))
-            x, padding = _padded(x, call.get("padding", 0), dilation, weight.shape[2:])
-            groups = call.get("groups", 1)
-            yield "weight", Patches(x, g_rows, weight.shape, stride, padding, dilation, groups)
+            yield "weight", self.patches(call, call.rows(as_multiplied(call.arguments["input"], g)), g_rows)
         if "bias" in call.wanted:
             yield "bias", Dense(wide(g_rows).transpose(1, 2).flatten(2).sum(2))
+
+    def patches(self, call: Call, x: Tensor, g: Tensor) -> Patches:
+        """The gradients of the weight, from the rows of the input and of the output's gradient."""
+        shape: torch.Size = call.arguments["weight"].shape
+        stride, dilation = (per_dim(call.get(name, 1), len(shape) - 2) for name in ("stride", "dilation"))
+        x, padding = _padded(x, call.get("padding", 0), dilation, shape[2:])
+        return Patches(x, g, shape, stride, padding, dilation, call.get("groups", 1))
+
+
+class TransposedConvolution(Convolution):
+    """The rule of `torch.conv_transpose1d`, `conv_transpose2d` and `conv_transpose3d`."""
+
+    functions = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+    names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+
+    def patches(self, call: Call, x: Tensor, g: Tensor) -> Patches:
+        """Those of the convolution that takes the output's gradient to the input's."""
+        plain = super().patches(call, g, x)
+        output_padding = per_dim(call.get("output_padding", 0), len(plain.stride))
+        return TransposedPatches(**vars(plain), output_padding=output_padding)
 
 
 def per_dim(value: Any, dims: int) -> tuple[int, ...]:

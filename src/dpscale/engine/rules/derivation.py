@@ -83,10 +83,7 @@ class Derived:
 def resolve(form: Form, key: str, derived: Mapping[str, Derived]) -> tuple[str, Form] | None:
     """The parameter that a tensor is made of, by name, and the form of its gradients; None if autograd must find them.
 
-    Args:
-        form: per-sample gradients of the tensor.
-        key: of the tensor: of a derived one, or a parameter's name.
-        derived: the functions of parameters, by key.
+    ``form`` are the gradients of the tensor ``key``: one of the ``derived``, or a parameter by its name.
     """
     path: list[Step] = []
     while key in derived:
@@ -95,12 +92,11 @@ def resolve(form: Form, key: str, derived: Mapping[str, Derived]) -> tuple[str, 
         if source is None or position is None or (source.is_complex() and made.function in CONJUGATES):
             return None
         if made.function in LOOKUPS:
-            if path and isinstance(form, Dense):  # no larger than what was looked up
-                form, path = Dense(Pulled(form, tuple(path)).per_sample()), []
-            table = looked_up(made, form) if isinstance(form, Dense) else None
-            if table is None:
+            lookup = _lookup(made)
+            if lookup is None or not isinstance(form, Dense):
                 return None
-            form = table
+            rows = Pulled(form, tuple(path)).per_sample().flatten(1, -2)  # no larger than what was looked up
+            form, path = Rows.of(lookup[0], lookup[1].flatten().expand(len(rows), -1), rows), []
         elif made.function in TRANSPOSES and not path and isinstance(form, Outer) and source.ndim == 2:
             form = Outer(form.g_BTO, form.a_BTI) if made.exchanges else form
         elif made.function not in COPIES:
@@ -117,12 +113,6 @@ def expanded(made: Derived, g: Tensor, layout: Layout, samples: int) -> tuple[st
 
     Sample i's gradient is g in i's rows and zero elsewhere, summed over the repetitions. `expand` and `repeat` repeat
     alike for every sample, so that is a sum within i's rows; a lookup of rows of a table is `Rows`.
-
-    Args:
-        made: the tensor with rows for every sample.
-        g: its gradient.
-        layout: where the samples are in it.
-        samples: B.
     """
     source, position = made.source, made.position
     if source is None or position is None:
@@ -130,10 +120,10 @@ def expanded(made: Derived, g: Tensor, layout: Layout, samples: int) -> tuple[st
     rows = layout.per_sample(wide(g), samples)
     form: Form
     if made.function in LOOKUPS:
-        lookup = _Lookup.of(made)
-        if lookup is None or layout.dim >= lookup.index.ndim:
+        lookup = _lookup(made)
+        if lookup is None or layout.dim >= lookup[1].ndim:
             return None
-        form = lookup.rows(layout.per_sample(lookup.index, samples).flatten(1), rows.flatten(1, -2))
+        form = Rows.of(lookup[0], layout.per_sample(lookup[1], samples).flatten(1), rows.flatten(1, -2))
     elif made.function in EXPANDS | REPEATS:
         sizes = source.shape
         batch = layout.dim - (g.ndim - len(sizes))  # the batch's dimension, counted in the parameter's own
@@ -145,35 +135,12 @@ def expanded(made: Derived, g: Tensor, layout: Layout, samples: int) -> tuple[st
     return made.sources[position], form
 
 
-def looked_up(made: Derived, form: Dense) -> Rows | None:
-    """The gradients of a table, from those of the rows that were looked up for all samples alike."""
-    lookup = _Lookup.of(made)
-    if lookup is None:
-        return None
-    rows = form.per_sample().flatten(1, -2)
-    return lookup.rows(lookup.index.flatten().expand(len(rows), -1), rows)
-
-
-@dataclass(frozen=True)
-class _Lookup:
-    """A call of `torch.embedding` whose gradient is a plain sum."""
-
-    index: Tensor
-    padding: int
-    table: int
-
-    @classmethod
-    def of(cls, made: Derived) -> "_Lookup | None":
-        arguments = Embedding().bind(made.args, made.kwargs)
-        index = arguments.get("input", arguments.get("indices"))
-        if index is None or arguments.get("scale_grad_by_freq") or arguments.get("sparse"):
-            return None
-        return cls(index, arguments.get("padding_idx", -1), len(arguments["weight"]))
-
-    def rows(self, index_BT: Tensor, g_BTD: Tensor) -> Rows:
-        if self.padding >= 0:
-            g_BTD = g_BTD.masked_fill((index_BT == self.padding).unsqueeze(2), 0)
-        return Rows(index_BT, g_BTD, self.table)
+def _lookup(made: Derived) -> tuple[dict[str, Any], Tensor] | None:
+    """The arguments of a call of `torch.embedding` whose gradient is a plain sum, and the indices among them."""
+    arguments = Embedding().bind(made.args, made.kwargs)
+    index: Any = arguments.get("input", arguments.get("indices"))
+    plain = index is not None and not arguments.get("scale_grad_by_freq") and not arguments.get("sparse")
+    return (arguments, index) if plain else None
 
 
 def untiled(rows: Tensor, sizes: torch.Size) -> Tensor:

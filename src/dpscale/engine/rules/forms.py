@@ -2,14 +2,22 @@
 
 An operation never hands over B full gradients. It hands over a *form*: what is needed to say the squared norm of each
 sample's gradient, and to sum those gradients under any weights. Forms add up: a parameter that is used twice has the
-sum of its forms, cross terms included.
+sum of its forms. Forms of one kind are joined, of different kinds kept side by side (`Sum`):
+
+    ‖A + B‖² = ‖A‖² + ‖B‖² + 2⟨A, B⟩
+
+The squares of two uses alone would miss the cross term, and with it up to half of the norm. Where a pair of forms does
+not know its inner product, the gradients themselves are added.
 
 Shape suffixes: B samples, T positions of one sample, I inputs, O outputs.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from itertools import combinations
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +27,11 @@ from dpscale.engine.compat import storage
 PACK = 1 << 14
 """Gradients of no more numbers than this per sample are put side by side with others."""
 
+Change = Callable[[Tensor], Tensor]
+"""A change of a batched operand (its leading dimension is B): see `widen` and `drop`."""
 
+
+@dataclass(frozen=True)
 class Form(ABC):
     """The gradients of B samples with respect to one tensor.
 
@@ -39,9 +51,17 @@ class Form(ABC):
     def per_sample(self) -> Tensor:
         """The gradients themselves, (B, *shape). Large: the last resort."""
 
-    @abstractmethod
-    def map(self, change: "Change") -> "Form":
-        """The same form with ``change`` applied to its batched operands."""
+    def map(self, change: Change) -> Self:
+        """The same form with ``change`` applied to its batched operands: the tensors of numbers that it holds."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return change(value) if value.is_floating_point() or value.is_complex() else value
+            if type(value) is tuple:
+                return tuple(map(changed, value))
+            return value.map(change) if isinstance(value, Form) else value
+
+        return replace(self, **{f.name: changed(getattr(self, f.name)) for f in fields(self)})
 
     def settle(self) -> "Form":
         """The form with the cheapest norm and weighted sum together: itself, or the gradients where they are small."""
@@ -57,35 +77,17 @@ class Form(ABC):
 
     def cross(self, other: "Form") -> Tensor | None:
         """Twice the inner product with the other's gradients, rounding counted in, (B,); None for 0."""
-        raise NotImplementedError
+        return None
 
 
-class Change(ABC):
-    """A change of a batched operand (its leading dimension is B): see `Widen` and `Drop`."""
-
-    @abstractmethod
-    def __call__(self, operand: Tensor) -> Tensor:
-        """The operand, changed."""
-
-
-class Widen(Change):
+def widen(operand: Tensor) -> Tensor:
     """To float64, where float32 squares overflow."""
-
-    def __call__(self, operand: Tensor) -> Tensor:
-        """Convert floating operands; leave indices."""
-        return operand.double() if operand.is_floating_point() else operand
+    return operand.double() if operand.is_floating_point() else operand
 
 
-@dataclass(frozen=True)
-class Drop(Change):
+def drop(keep_B: Tensor) -> Change:
     """Exact zeros for the samples that are not kept: 0 · inf is NaN, so a zero weight alone would not do."""
-
-    keep_B: Tensor
-
-    def __call__(self, operand: Tensor) -> Tensor:
-        """Zero the rows of the samples that are not kept."""
-        keep = self.keep_B.view(-1, *[1] * (operand.ndim - 1))
-        return operand.where(keep, 0)
+    return lambda operand: operand.where(keep_B.view(-1, *[1] * (operand.ndim - 1)), 0)
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,6 @@ class Dense(Form):
         """As held, in the tensor's order."""
         grad = wide(self.grad_B)
         return grad if self.order is None else grad.permute(0, *(1 + d for d in self.order))
-
-    def map(self, change: Change) -> "Dense":
-        """Change the gradients."""
-        return replace(self, grad_B=change(self.grad_B))
 
     def join(self, other: Form) -> "Dense | None":
         """Add the gradients."""
@@ -169,9 +167,63 @@ class Stack(Form):
         """Each slice's gradients, put together."""
         return torch.stack([form.per_sample() for form in self.slices], self.dim + 1)
 
-    def map(self, change: Change) -> "Stack":
-        """Change every slice."""
-        return Stack(tuple(form.map(change) for form in self.slices), self.dim)
+
+@dataclass(frozen=True)
+class Sum(Form):
+    """Forms of different kinds, each pair of which knows its inner product. A tied embedding and head, as a rule."""
+
+    parts: tuple[Form, ...]
+
+    def norm2(self) -> Tensor:
+        """Squares and cross terms."""
+        terms = [form.norm2() for form in self.parts]
+        pairs = ((a, b) if a.crosses(b) else (b, a) for a, b in combinations(self.parts, 2))
+        terms += [cross for a, b in pairs if (cross := a.cross(b)) is not None]
+        return torch.stack(terms).sum(0).clamp(min=0)
+
+    def weighted(self, weights_B: Tensor) -> Tensor:
+        """The sum of the sums."""
+        return reduce(torch.add, [form.weighted(weights_B) for form in self.parts])
+
+    def per_sample(self) -> Tensor:
+        """The gradients added."""
+        return reduce(torch.add, [form.per_sample() for form in self.parts])
+
+    def settle(self) -> Form:
+        """Settle the parts, if their inner products are still known; if not, the gradients are small."""
+        return _side_by_side([form.settle() for form in self.parts])
+
+    def join(self, other: Form) -> Form:
+        """One sum of all parts."""
+        return total([*self.parts, *(other.parts if isinstance(other, Sum) else [other])])
+
+
+def total(forms: Sequence[Form]) -> Form:
+    """One form for the sum of several uses of the same tensor, cross terms included."""
+    parts = _joined(forms)
+    return parts[0] if len(parts) == 1 else _side_by_side(parts)
+
+
+def _side_by_side(forms: Sequence[Form]) -> Form:
+    """The sum of forms that do not join: the gradients added, unless every pair knows its inner product."""
+    both = Sum(tuple(forms))
+    known = all(a.crosses(b) or b.crosses(a) for a, b in combinations(forms, 2))
+    return both if known else Dense(both.per_sample())
+
+
+def _joined(forms: Sequence[Form]) -> list[Form]:
+    """Join what joins, by halves: k uses (a recurrent cell's steps) cost k·log k copies and not k²."""
+    if len(forms) < 2:
+        return list(forms)
+    parts = _joined(forms[: len(forms) // 2])
+    for form in _joined(forms[len(forms) // 2 :]):
+        for k, part in enumerate(parts):
+            if (both := part.join(form)) is not None:
+                parts[k] = both
+                break
+        else:
+            parts.append(form)
+    return parts
 
 
 def slack(sizes_BT: Tensor) -> Tensor:

@@ -4,59 +4,48 @@ Exact for every operation that treats samples apart and draws no random numbers,
 the parameters it consumes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpscale.engine.compat import tree_flatten, tree_leaves, tree_unflatten
-from dpscale.engine.rules.base import Call
+from dpscale.engine.layout import Layout
 from dpscale.engine.rules.forms import Dense, Form, wide
 
+Numbered = Mapping[int, Tensor]
 
-def generic_forms(call: Call, leaves: Mapping[str, Tensor], grads: Mapping[int, Tensor]) -> Iterator[tuple[str, Form]]:
-    """Dense gradients of ``leaves`` from the gradients of the outputs.
+
+def generic_forms(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: Iterable[int],
+    layouts: Mapping[str, Layout], samples: int, grads: Numbered,
+) -> Iterator[tuple[int, Form]]:  # fmt: skip
+    """Dense gradients of the ``wanted`` arguments of a call, by their place among all of them flattened.
 
     Args:
-        call: the operation as `replay` gives it; its arguments are the leaves of `by_name`, with layouts for those that
-            carry the batch and for the outputs ("out0", …).
-        leaves: the arguments to differentiate.
+        layouts: of the arguments that carry the batch ("0", …) and of the outputs ("out0", …).
         grads: by number of the output; only those that a gradient reached.
     """
-    batched = {n: call.rows(t, call.layouts[n]) for n, t in call.arguments.items() if n in call.layouts}
-    wanted = [call.rows(g, call.layouts[f"out{k}"]) for k, g in grads.items()]
+    flat, spec = tree_flatten((args, dict(kwargs)))
+    leaves = {k: flat[k] for k in wanted}
+    batched = {k: layouts[str(k)].per_sample(t, samples) for k, t in enumerate(flat) if str(k) in layouts}
+    arrived = [layouts[f"out{k}"].per_sample(g, samples) for k, g in grads.items()]
 
-    def outputs(values: Mapping[str, Tensor], sample: Mapping[str, Tensor]) -> list[Tensor]:
-        tensors = [
-            t for t in tree_leaves(call.function({**call.arguments, **sample, **values})) if isinstance(t, Tensor)
-        ]
+    def outputs(values: Numbered, sample: Numbered) -> list[Tensor]:
+        put = {**sample, **values}
+        args, kwargs = tree_unflatten([put.get(k, leaf) for k, leaf in enumerate(flat)], spec)
+        tensors = [t for t in tree_leaves(function(*args, **kwargs)) if isinstance(t, Tensor)]
         return [tensors[k] for k in grads]
 
-    def gradient(sample: Mapping[str, Tensor], g: list[Tensor]) -> Mapping[str, Tensor]:
-        out, pullback = torch.func.vjp(lambda v: outputs(v, sample), dict(leaves))[:2]
+    def gradient(sample: Numbered, g: list[Tensor]) -> Numbered:
+        out, pullback = torch.func.vjp(lambda v: outputs(v, sample), leaves)[:2]
         return pullback([gi.to(o.dtype) for gi, o in zip(g, out, strict=True)])[0]  # type: ignore[no-any-return]
 
     try:
-        result = torch.func.vmap(gradient)(batched, wanted)
+        result = torch.func.vmap(gradient)(batched, arrived)
     except RuntimeError:  # an operation without a batching rule: the same, a sample at a time
-        parts = [gradient({n: t[i] for n, t in batched.items()}, [g[i] for g in wanted]) for i in range(call.samples)]
-        result = {n: torch.stack([p[n] for p in parts]) for n in leaves}
-    for name, grad in result.items():
-        yield name, Dense(wide(grad))
-
-
-def by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Every leaf of a call's arguments under a name, and the structure that puts them back."""
-    flat, spec = tree_flatten((args, dict(kwargs)))
-    return {str(k): leaf for k, leaf in enumerate(flat)}, spec
-
-
-def replay(function: Any, spec: Any) -> Any:
-    """The operation as a function of the named leaves of `by_name`."""
-
-    def run(arguments: Mapping[str, Any]) -> Any:
-        args, kwargs = tree_unflatten([arguments[str(k)] for k in range(len(arguments))], spec)
-        return function(*args, **kwargs)
-
-    return run
+        parts = [gradient({k: t[i] for k, t in batched.items()}, [g[i] for g in arrived]) for i in range(samples)]
+        result = {k: torch.stack([part[k] for part in parts]) for k in leaves}
+    for k, grad in result.items():
+        yield k, Dense(wide(grad))

@@ -24,19 +24,15 @@ class Normalization(Rule):
     def normalized(self, call: Call, x: Tensor) -> Tensor:
         """x̂, by the same operation without its scale and shift."""
 
-    @abstractmethod
-    def feature_dims(self, call: Call) -> int:
-        """How many trailing dimensions are features; 0: the features are the channels, dimension 1."""
-
     def accepts(self, call: Call) -> bool:
         """The batch must lie before the features (channel norms: in dimension 0)."""
-        x, features = call.arguments["input"], self.feature_dims(call)
+        x, features = call.arguments["input"], _features(call)
         return call.layout.dim < x.ndim - features if features else call.layout.dim == 0
 
     def forms(self, call: Call, g: Tensor) -> Iterator[tuple[str, Form]]:
         """Dense gradients of scale and shift."""
         g_rows = call.rows(wide(g))
-        features = self.feature_dims(call)
+        features = _features(call)
         # Rows are (B, *one sample's shape). Keep the sample and the features, sum the rest.
         keep = set(range(g_rows.ndim - features, g_rows.ndim)) if features else {2}
         rest = [d for d in range(1, g_rows.ndim) if d not in keep]
@@ -45,6 +41,11 @@ class Normalization(Rule):
             yield "weight", Dense((g_rows * x_hat).sum(rest) if rest else g_rows * x_hat)
         if "bias" in call.wanted:
             yield "bias", Dense(g_rows.sum(rest) if rest else g_rows)
+
+
+def _features(call: Call) -> int:
+    """How many trailing dimensions are features; 0: the features are the channels, dimension 1."""
+    return len(call.get("normalized_shape", ()))
 
 
 class LayerNorm(Normalization):
@@ -56,10 +57,6 @@ class LayerNorm(Normalization):
     def normalized(self, call: Call, x: Tensor) -> Tensor:
         """Zero mean, unit variance over the features."""
         return torch.layer_norm(x, call.arguments["normalized_shape"], eps=call.get("eps", 1e-5))
-
-    def feature_dims(self, call: Call) -> int:
-        """As many as the normalized shape has."""
-        return len(call.arguments["normalized_shape"])
 
 
 class RMSNorm(Normalization):
@@ -75,10 +72,6 @@ class RMSNorm(Normalization):
         if eps is None:  # torch takes the machine epsilon of the input's own type
             eps = torch.finfo(call.arguments["input"].dtype).eps
         return torch.rms_norm(x, call.arguments["normalized_shape"], eps=eps)
-
-    def feature_dims(self, call: Call) -> int:
-        """As many as the normalized shape has."""
-        return len(call.arguments["normalized_shape"])
 
 
 class GroupNorm(Rule):
@@ -205,10 +198,6 @@ class InstanceNorm(Normalization):
     def normalized(self, call: Call, x: Tensor) -> Tensor:
         """Zero mean, unit variance over each channel of each sample."""
         return torch.instance_norm(x, None, None, None, None, True, 0.0, call.get("eps", 1e-5), False)
-
-    def feature_dims(self, call: Call) -> int:
-        """Channels."""
-        return 0
 
 
 def _dense(t: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpscale.engine.compat import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-from dpscale.engine.rules.forms import Change, Form
+from dpscale.engine.rules.forms import Form
 
 Function = Callable[..., Any]
 
@@ -72,13 +72,7 @@ class Step:
         cls, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, output: int,
         result: Tensor,
     ) -> "Step | None":  # fmt: skip
-        """The step back from ``result``, an output of a call; None if the call may use an entry twice, or drop norms.
-
-        Args:
-            function, args, kwargs: the call.
-            position: which of its flattened arguments it takes entries of.
-            output: which of its flattened outputs ``result`` is.
-        """
+        """The step back from ``result``, an output of a call; None if it may use an entry twice, or drop norms."""
         flat, spec = tree_flatten((args, kwargs))
         source = flat[position]
         if function not in ISOMETRIES or (function == GETITEM and not _basic(args[1])):
@@ -165,10 +159,6 @@ class Pulled(Form):
         grads: Tensor = torch.func.vmap(self._back)(self.form.per_sample())
         return grads
 
-    def map(self, change: Change) -> "Pulled":
-        """Change the form."""
-        return Pulled(self.form.map(change), self.path)
-
     def settle(self) -> "Pulled":
         """Settle the form."""
         return Pulled(self.form.settle(), self.path)
@@ -186,9 +176,6 @@ class Pulled(Form):
             return False
         pairs = zip(reversed(self.path), reversed(other.path), strict=False)
         return next((a.apart(b) for a, b in pairs if a != b), False)
-
-    def cross(self, other: Form) -> None:
-        """0."""
 
     def _back(self, g: Tensor) -> Tensor:
         for step in self.path:

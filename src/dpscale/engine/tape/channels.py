@@ -22,22 +22,23 @@ WINDOW = 9
 
 _POOLING = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 
-_last: ContextVar[bool] = ContextVar("channels_last", default=False)
+LAST: ContextVar[bool] = ContextVar("channels_last", default=False)
+"""Whether tapes that begin now take and give images channels last."""
 
 
 @contextmanager
 def channels_last(on: bool) -> Iterator[None]:
     """Within, operations that meet parameters take and give images channels last."""
-    token = _last.set(on)
+    token = LAST.set(on)
     try:
         yield
     finally:
-        _last.reset(token)
+        LAST.reset(token)
 
 
 def before(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """An operation and its arguments: a convolution's channels last; a group norm that leaves them so."""
-    if not _last.get() or not args or not isinstance(args[0], Tensor) or args[0].ndim != 4:
+    if not args or not isinstance(args[0], Tensor) or args[0].ndim != 4:
         return func, args
     if func is torch.conv2d:
         return func, (*(_channels_last(t) for t in args[:2]), *args[2:])  # image and weight
@@ -46,7 +47,7 @@ def before(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..
 
 def after(func: Callable[..., Any], args: tuple[Any, ...], out: Any) -> Any:
     """What the operation gave, channels last as its input was, and so the gradient that will come back to it."""
-    if not _last.get() or not isinstance(out, Tensor) or out.ndim != 4 or not args or not isinstance(args[0], Tensor):
+    if not isinstance(out, Tensor) or out.ndim != 4 or not args or not isinstance(args[0], Tensor):
         return out
     if func is torch.conv2d or (args[0].shape == out.shape and _is_last(args[0])):
         return _ChannelsLast.apply(out)  # type: ignore[no-untyped-call]
@@ -69,7 +70,7 @@ class _ChannelsLast(torch.autograd.Function):
 
 def between(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation that meets no parameter: as it is, but for a pooling, which would be written before it is read."""
-    if _last.get() and func in (torch.max_pool2d, F.max_pool2d):
+    if func in (torch.max_pool2d, F.max_pool2d):
         given = dict(zip(_POOLING, args, strict=False)) | kwargs
         x, kernel = given["input"], _pair(given["kernel_size"])
         apart = _pair(given.get("stride") or kernel) == kernel and _pair(given.get("dilation", 1)) == (1, 1)

@@ -21,14 +21,6 @@ Step = Callable[[Tensor, Tensor, State], State]
 """From the input's and the hidden state's share of the gates, and the state, to the next state."""
 
 
-def _tanh(x_BG: Tensor, h_BG: Tensor, state: State) -> State:
-    return (torch.tanh(x_BG + h_BG),)
-
-
-def _relu(x_BG: Tensor, h_BG: Tensor, state: State) -> State:
-    return (torch.relu(x_BG + h_BG),)
-
-
 def _lstm(x_BG: Tensor, h_BG: Tensor, state: State) -> State:
     i, f, g, o = (x_BG + h_BG).chunk(4, 1)
     c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
@@ -46,16 +38,9 @@ def _network(step: Step) -> Callable[..., Any]:
     """A stack of recurrent layers, called as `torch.lstm`, `torch.gru`, `torch.rnn_tanh` and `torch.rnn_relu` are."""
 
     def run(
-        input: Tensor,
-        hx: Any,
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Any:
+        input: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
+        train: bool, bidirectional: bool, batch_first: bool,
+    ) -> Any:  # fmt: skip
         x = input.transpose(0, 1) if batch_first else input
         directions = 2 if bidirectional else 1
         given: State = (hx,) if isinstance(hx, Tensor) else tuple(hx)
@@ -111,7 +96,12 @@ def _cell(step: Step) -> Callable[..., Any]:
     return run
 
 
-_STEPS: dict[str, Step] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}
+_STEPS: dict[str, Step] = {
+    "lstm": _lstm,
+    "gru": _gru,
+    "rnn_tanh": lambda x_BG, h_BG, state: (torch.tanh(x_BG + h_BG),),
+    "rnn_relu": lambda x_BG, h_BG, state: (torch.relu(x_BG + h_BG),),
+}
 
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     **{getattr(torch, name): _network(step) for name, step in _STEPS.items()},

@@ -11,28 +11,32 @@ that edge is all a rule needs. Nothing is hung on parameters, and no hook depend
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from dpscale.engine.compat import tree_flatten, tree_unflatten, version
+from dpscale.engine.compat import CHECKPOINT_GENERATOR, tree_flatten, tree_unflatten, version
 from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Rule
 from dpscale.engine.rules.derivation import Derived
 from dpscale.engine.tape import channels
-from dpscale.engine.tape.calls import as_now, in_place, out_of_place, result, tensors_in
-from dpscale.engine.tape.checkpoints import resume, suspend
 from dpscale.engine.tape.composites import COMPOSITES, packed
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+_NOT_IN_PLACE = {"__index__", "__int__", "__invert__", "__init__"}
 
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 Role = Literal["rows", "expanded", "shared", "plain"]
 
 
@@ -66,15 +70,17 @@ class Site:
         return replace(self, constants=self.constants | known.constants) if known == self and known else self
 
 
-class OpName:
+class OpName(NamedTuple):
     """One operation that consumes parameters: the function, the parameters, and the how-manieth such call it is.
 
     Layers that are built alike (``blocks.3.fc`` and ``blocks.4.fc``) have the same ``family``: one that was dropped at
     random when a model was looked at is known by the others.
     """
 
-    def __init__(self, function: Callable[..., Any], names: tuple[str, ...], shape: Any, ordinal: int) -> None:
-        self.function, self.names, self.shape, self.ordinal = function, names, shape, ordinal
+    function: Function
+    names: tuple[str, ...]
+    shape: Any
+    ordinal: int
 
     @property
     def exact(self) -> tuple[Any, ...]:
@@ -113,37 +119,79 @@ class Sites:
         if exact is not None and op.ordinal in exact:
             return exact[op.ordinal]
         calls: Mapping[int, Site | None] = exact or self._family.get(op.family, {})
-        site = calls.get(op.ordinal)
-        if site is None and calls and op.ordinal not in calls:
-            first = next(iter(calls.values()))
-            site = first if all(each == first for each in calls.values()) else None
-        if site is None:
+        first, *others = [calls[op.ordinal]] if op.ordinal in calls else calls.values() or [None]
+        if first is None or any(other != first for other in others):
             raise UnknownOperation
-        return site
+        return first
 
 
 @dataclass(frozen=True)
 class TapedOp:
     """One operation as it ran: what a rule needs once the output gradients are known."""
 
-    function: Callable[..., Any]
+    function: Function
     site: Site
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     keys: dict[int, str]
     edges: dict[int, GradientEdge]
     versions: list[tuple[Tensor, int]]
 
 
-class Watched:
-    """How many modes of ours watch the forwards that run now; a recorder then keeps out of the way."""
-
-    count = 0
+# -- Calls ----------------------------------------------------------------------------------------------------------
 
 
-def constants_in(leaves: Sequence[Any], keys: Mapping[int, str]) -> list[Tensor]:
-    """The tensors among a call's arguments that are no function of parameters."""
-    return [t for k, t in enumerate(leaves) if k not in keys and isinstance(t, Tensor)]
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among a call's arguments, one level of lists deep (cat, lstm, einsum)."""
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, Tensor):
+                yield item
+
+
+def in_place(func: Function) -> bool:
+    """Whether an operation writes its first argument: `add_`, `__iadd__`, `__setitem__`."""
+    name = getattr(func, "__name__", "")
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.endswith("_")
+
+
+def out_of_place(func: Function) -> Function:
+    """The twin of an in-place operation that leaves its first argument alone; any other operation is its own."""
+    if not in_place(func):
+        return func
+    name = func.__name__
+    twin = getattr(torch.Tensor, f"__{name[3:]}" if name.startswith("__i") else name[:-1], None)
+    if twin is not None:
+        return twin  # type: ignore[no-any-return]
+
+    def on_a_copy(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # copy_, __setitem__
+        t = t.clone()
+        func(t, *args, **kwargs)
+        return t
+
+    return on_a_copy
+
+
+def result(func: Function, args: Args, out: Any) -> Any:
+    """What an operation made: what it returned, or what it wrote where it returns nothing (``x[i] = w``)."""
+    return args[0] if out is None and in_place(func) else out
+
+
+def as_now(func: Function, tensors: Iterable[Tensor]) -> Function:
+    """The operation, not in place, as a function that runs under the autocast that is in force now."""
+    twin = out_of_place(func)
+    states = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in {t.device.type for t in tensors}]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for device, enabled, dtype in states:  # without the cache, which would outlive tensors of vmap
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            return twin(*args, **kwargs)
+
+    run.__name__ = getattr(twin, "__name__", "?")
+    return run
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
@@ -151,9 +199,49 @@ def shapes_of(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
     return tuple([t.shape for t in tensors])
 
 
-def asks(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a call only asks for a property of a tensor, such as ``x.shape``; ``x.T`` is an operation."""
-    return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
+# -- Activation checkpointing ----------------------------------------------------------------------------------------
+#
+# A checkpointed region runs again during the backward, where no mode watches it: its operations would consume the
+# parameters themselves, and nothing that was taped would belong to the graph. While a forward is watched, such regions
+# therefore run plainly. The numbers are the same, random ones included; the memory is not saved. `checkpoint` may have
+# been imported anywhere by name, so it stays, and the two things it calls are exchanged.
+
+
+def _region(
+    fn: Function, preserve_rng_state: bool = True, context_fn: Any = None, *args: Any, **kwargs: Any
+) -> Iterator[None]:
+    """Stands where torch prepares a recomputation (use_reentrant=False): before and after the region's forward."""
+    with nullcontext() if context_fn is None else context_fn()[0]:
+        yield
+
+
+class _Reentrant:
+    """Stands where torch runs a region that it will run again (use_reentrant=True)."""
+
+    @staticmethod
+    def apply(run: Function, preserve_rng_state: bool, *args: Any) -> Any:
+        return run(*args)
+
+
+_exchanged: dict[str, Any] = {CHECKPOINT_GENERATOR: _region, "CheckpointFunction": _Reentrant}
+
+
+class Watched:
+    """How many modes of ours watch the forwards that run now; a recorder then keeps out of the way."""
+
+    count = 0
+
+    @classmethod
+    def add(cls, more: int) -> None:
+        """With the first one, checkpointed regions begin to run plainly; with the last one they end to."""
+        if cls.count == 0 or cls.count + more == 0:
+            for name, other in _exchanged.items():
+                _exchanged[name] = getattr(torch_checkpoint, name)
+                setattr(torch_checkpoint, name, other)
+        cls.count += more
+
+
+# -- Modes -----------------------------------------------------------------------------------------------------------
 
 
 class ParameterOps(TorchFunctionMode):
@@ -162,38 +250,35 @@ class ParameterOps(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.keys: dict[int, str] = {}
-        self._entered: list[Callable[..., Any]] = []
+        self._entered: list[Function] = []
 
     def __enter__(self) -> Self:
-        Watched.count += 1
-        suspend()
+        Watched.add(1)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        Watched.count -= 1
-        resume()
+        Watched.add(-1)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("create_graph") and func in _BACKWARDS:
             raise UnsupportedModel(SECOND)
-        if not any(id(t) in self.keys for t in tensors_in(args, kwargs)) or asks(func, args):
+        if not any(id(t) in self.keys for t in tensors_in(args, kwargs)) or self.asks(func, args):
             return self.pass_by(func, args, kwargs)
         inside = self.enter(func, args)
         return self.meet(func, args, kwargs) if inside is None else inside(*args, **kwargs)
 
-    def enter(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    @staticmethod
+    def asks(func: Function, args: Args) -> bool:
+        """Whether a call only asks for a property of a tensor, such as ``x.shape``; ``x.T`` is an operation."""
+        return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
+
+    def enter(self, func: Function, args: Args) -> Function | None:
         """As `enter`, watched; but not one that hands itself over a second time."""
-        inside = None if packed(func, args) else enter(func)
-        if inside is None or func in self._entered:
+        inside = enter(func)
+        if inside is None or func in self._entered or packed(func, args):
             return None
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -206,11 +291,11 @@ class ParameterOps(TorchFunctionMode):
 
         return watched
 
-    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pass_by(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """An operation that consumes no parameter."""
         return func(*args, **kwargs)
 
-    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def meet(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """An operation that does."""
         raise NotImplementedError
 
@@ -243,6 +328,7 @@ class Tape(ParameterOps):
         self.samples = samples
         self._sites, self._attached, self._lenient = sites, attached, lenient
         self._anchor = torch.zeros((), requires_grad=True)
+        self._channels_last = channels.LAST.get()
         self._calls: Counter[Any] = Counter()
         self._made: Counter[str] = Counter()
 
@@ -251,34 +337,27 @@ class Tape(ParameterOps):
         """Where a backward must deliver gradients."""
         return [edge for op in self.ops for edge in op.edges.values()]
 
-    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run on stand-ins and tape, or build a function of parameters alone."""
+    def meet(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        """Run on stand-ins and tape, or build a function of parameters alone, as the site of the operation says."""
         flat, spec = tree_flatten((args, kwargs))
         standing = [self.stand_in.get(id(t), t) if isinstance(t, Tensor) else t for t in flat]
         if not torch.is_grad_enabled():
             args, kwargs = tree_unflatten(standing, spec)
             return func(*args, **kwargs)
         keys = {k: self.keys[id(t)] for k, t in enumerate(flat) if isinstance(t, Tensor) and id(t) in self.keys}
-        return self.run(self._name(func, keys, flat), standing, spec, keys)
-
-    def _name(self, func: Callable[..., Any], keys: Mapping[int, str], flat: list[Any]) -> OpName:
-        names = tuple(keys.values())
-        shape = tuple([t.ndim if isinstance(t, Tensor) else None for t in flat])
-        self._calls[func, names, shape] += 1
-        return OpName(func, names, shape, self._calls[func, names, shape] - 1)
-
-    def run(self, op: OpName, standing: list[Any], spec: Any, keys: dict[int, str]) -> Any:
-        """As the site of the operation says."""
-        site, func = self.find(op, standing, keys), op.function
-        if site.role in ("plain", "shared"):
-            args, kwargs = tree_unflatten(standing, spec)
-            out = func(*args, **kwargs)
-            if site.role == "shared":
-                self.derive(op, func, args, kwargs, keys, result(func, args, out))
-            return out
+        name = func, tuple(keys.values()), tuple([t.ndim if isinstance(t, Tensor) else None for t in flat])
+        op = OpName(*name, self._calls[name])
+        self._calls[name] += 1
+        site = self.find(op, standing, keys)
+        if site.role == "rows":
+            return self.combine(op, site, standing, spec, keys)
+        args, kwargs = tree_unflatten(standing, spec)
         if site.role == "expanded":
-            return self.expand(op, site, standing, spec, keys)
-        return self.combine(op, site, standing, spec, keys)
+            return self.expand(op, site, args, kwargs, keys)
+        out = func(*args, **kwargs)
+        if site.role == "shared":
+            self.derive(op, func, args, kwargs, keys, result(func, args, out))
+        return out
 
     def find(self, op: OpName, standing: list[Any], keys: dict[int, str]) -> Site:
         """What is known of the operation."""
@@ -287,18 +366,22 @@ class Tape(ParameterOps):
         except UnknownOperation:
             self._lose()
             return Site("plain")
-        if site.role == "shared" and shapes_of(constants_in(standing, keys)) not in site.constants:
+        if site.role == "shared" and shapes_of(self.constants(standing, keys)) not in site.constants:
             self._lose()
         return site
+
+    @staticmethod
+    def constants(leaves: Sequence[Any], keys: Mapping[int, str]) -> list[Tensor]:
+        """The tensors among a call's arguments that are no function of parameters."""
+        return [t for k, t in enumerate(leaves) if k not in keys and isinstance(t, Tensor)]
 
     def _lose(self) -> None:
         if not self._lenient:
             raise UnknownOperation
         self.lost = True
 
-    def expand(self, op: OpName, site: Site, standing: list[Any], spec: Any, keys: dict[int, str]) -> Any:
+    def expand(self, op: OpName, site: Site, args: Args, kwargs: Kwargs, keys: dict[int, str]) -> Any:
         """Repeat a parameter once per sample; what comes of it is data."""
-        args, kwargs = tree_unflatten(standing, spec)
         run = out_of_place(op.function)
         whole = run(*args, **kwargs)
         key = self.derive(op, run, args, kwargs, keys, whole, met=False)
@@ -311,28 +394,30 @@ class Tape(ParameterOps):
         if not self._attached:
             standing = [t.detach() if k in keys else t for k, t in enumerate(standing)]
         args, kwargs = tree_unflatten(standing, spec)
-        func = op.function
-        into = args[0] if in_place(func) else None
+        func, into = op.function, args[0] if in_place(op.function) else None
         if into is not None:
             # Run on a copy and write the result back: what is taped is then neither changed later, nor a view, whose
             # own edge no gradient reaches once the tensor that it is a view of is used.
             func, args = out_of_place(func), (into.clone(), *args[1:])
-        run, args = channels.before(func, args)
+        run = func
+        if self._channels_last:
+            run, args = channels.before(func, args)
         if any(isinstance(t, Tensor) and t.requires_grad for t in standing):
             out = run(*args, **kwargs)
         else:
             out = self._sourced(lambda: run(*args, **kwargs))
         self.tape(op.function, site, args, kwargs, keys, out)
-        return channels.after(func, args, out) if into is None else into.copy_(out)
+        if into is not None:
+            return into.copy_(out)
+        return channels.after(func, args, out) if self._channels_last else out
 
-    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pass_by(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Run it as it is."""
-        return channels.between(func, args, kwargs)
+        return channels.between(func, args, kwargs) if self._channels_last else func(*args, **kwargs)
 
     def derive(
-        self, op: OpName, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-        keys: dict[int, str], out: Any, met: bool = True,
-    ) -> str:  # fmt: skip
+        self, op: OpName, func: Function, args: Args, kwargs: Kwargs, keys: dict[int, str], out: Any, met: bool = True
+    ) -> str:
         """Record a function of parameters; with ``met``, later operations on it are met as on a parameter."""
         key = ""
         name = f"{getattr(op.function, '__name__', '?')}({', '.join(op.names)})"
@@ -346,10 +431,7 @@ class Tape(ParameterOps):
                     self.stand_in[id(t)] = t
         return key
 
-    def tape(
-        self, func: Callable[..., Any], site: Site, args: tuple[Any, ...], kwargs: dict[str, Any],
-        keys: dict[int, str], out: Any,
-    ) -> None:  # fmt: skip
+    def tape(self, func: Function, site: Site, args: Args, kwargs: Kwargs, keys: dict[int, str], out: Any) -> None:
         """Note an operation that ran."""
         outputs = dict(enumerate(t for t in tree_flatten(out)[0] if isinstance(t, Tensor)))
         outputs = {k: t for k, t in outputs.items() if f"out{k}" in site.layouts}
@@ -394,7 +476,7 @@ _PYTHON = ("torch.nn.functional", "torch.functional")
 
 
 @cache
-def enter(func: Callable[..., Any]) -> Callable[..., Any] | None:
+def enter(func: Function) -> Function | None:
     """A composite of torch's own, as a function whose inner operations the mode sees; None for anything else.
 
     One in C++ is written anew in `composites`. One in Python starts by handing itself to the mode: its twin shares its
@@ -409,12 +491,7 @@ def enter(func: Callable[..., Any]) -> Callable[..., Any] | None:
         return False
 
     asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    twin = types.FunctionType(
-        func.__code__,
-        {**func.__globals__, **dict.fromkeys(asks, no)},
-        func.__name__,
-        func.__defaults__,
-        func.__closure__,
-    )
+    globals_ = {**func.__globals__, **dict.fromkeys(asks, no)}
+    twin = types.FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
     twin.__kwdefaults__ = func.__kwdefaults__
     return twin

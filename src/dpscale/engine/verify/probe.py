@@ -15,8 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpscale.engine.compat import tree_flatten, tree_leaves
 from dpscale.engine.modules import PLAIN
-from dpscale.engine.tape.calls import as_now, result, tensors_in
-from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, asks, constants_in
+from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, as_now, result, tensors_in
 from dpscale.engine.verify.randomness import host_states, seed_torch, torch_states
 
 Shapes = tuple[torch.Size, ...]
@@ -91,7 +90,7 @@ class Numbered(ParameterOps):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if asks(func, args):
+        if self.asks(func, args):
             return func(*args, **kwargs)
         inside = self.enter(func, args)
         if inside is not None:
@@ -253,7 +252,7 @@ class Probe(Numbered, Tape):
             growing = {k for k, grows in zip(inputs, grow, strict=False) if grows and k not in keys}
             if self._growth.output(index):
                 role = "rows" if growing else "expanded"
-        constants = [t.detach() for t in constants_in(standing, keys)] if role == "shared" else []
+        constants = [t.detach() for t in self.constants(standing, keys)] if role == "shared" else []
         self.calls.append(ProbedCall(op, index, role, growing, constants))
         return Site(role)
 

@@ -46,13 +46,10 @@ class Norms:
         kept = self.counts.nonzero().flatten()
         width = (HIGH - LOW) / BINS
         return {
-            "epochs": self.epochs,
-            "log10_norm": [round(LOW + (k + 0.5) * width, 6) for k in kept.tolist()],
-            "bin_width": width,
-            "counts": [int(c) for c in self.counts[kept].tolist()],
-            "mean_weight": (self.weights[kept] / self.counts[kept]).tolist(),
-            "not_finite": self.not_finite,
-        }
+            "epochs": self.epochs, "log10_norm": [round(LOW + (k + 0.5) * width, 6) for k in kept.tolist()],
+            "bin_width": width, "counts": [int(c) for c in self.counts[kept].tolist()],
+            "mean_weight": (self.weights[kept] / self.counts[kept]).tolist(), "not_finite": self.not_finite,
+        }  # fmt: skip
 
 
 class Similarity:
@@ -74,12 +71,10 @@ class Similarity:
         counts = torch.histc(values, COSINES, -1, 1)
         kept = counts.nonzero().flatten()
         return {
-            "steps": len(values),
-            "mean": values.mean().item(),
-            "bin_width": 2 / COSINES,
+            "steps": len(values), "mean": values.mean().item(), "bin_width": 2 / COSINES,
             "cosine": [round(-1 + (k + 0.5) * 2 / COSINES, 6) for k in kept.tolist()],
             "counts": [int(c) for c in counts[kept].tolist()],
-        }
+        }  # fmt: skip
 
 
 def cosine(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tensor:
