@@ -736,4 +736,4 @@ def test_trap_41_the_first_step_runs_few_rows():
     longer = cost(iter(run.batches(sentences(13))))
     assert first <= 8
     assert usual == 1
-    assert longer <= 4
+    assert longer <= 5

@@ -65,7 +65,7 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> CheckReport:
         with quiet("dpscale"):  # what would be logged is in the report
             require_finite(model)
             subject = Subject(model, trainable(model), run, loss_fn)
-            kind = engine.trust(subject, data, torch.ones(samples, dtype=torch.bool, device=device), None)
+            kind = engine.trust(subject, data, torch.ones(samples, dtype=torch.bool, device=device), None, None)
     except (UnsupportedModel, ValueError) as error:
         return CheckReport(str(error), notes)
     obstacle = engine.obstacle(kind)

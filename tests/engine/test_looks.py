@@ -176,8 +176,8 @@ def test_a_glance_leaves_everything_as_it_was():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    glance = Glance(subject, batch(1, length=9), [0, 1, 2], sites=engine.sites, draws=False, seed=0)
-    assert glance(whole=True, singles={}, rest=())
+    glance = Glance(subject, batch(1, length=9), [0, 1, 2], sites=engine.sites, draws=False, drops=True, seed=0)
+    assert glance({}, ())
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(p, before[n][0]) and p.grad is before[n][1] for n, p in model.named_parameters())
 
@@ -209,9 +209,14 @@ def test_the_company_that_shows_it_is_there(trick, first):
 
 def test_a_loss_that_is_off_by_rounding_alone_is_refused():
     """Where shapes are the same, so are the kernels: a row must be the same to the bit."""
+
+    def mixed(model, batch):
+        losses = loss_fn(model, batch)
+        return losses + 3e-5 * losses.mean()
+
     with pytest.raises(dpscale.UnsupportedModel, match="coupled"):
-        model = Net(lambda h, x: h + 5e-6 * h.mean(0), lambda x: True)
-        Engine(model).scaled_sum(loss_fn, batch(0), RULE)
+        Engine(model := Net()).scaled_sum(mixed, batch(0), RULE)
+    assert model.training
 
 
 def test_a_draw_for_each_row_hides_no_division_by_their_number():
@@ -313,14 +318,12 @@ def test_powers_of_two_are_glanced_at_early_and_time_is_shared_later(monkeypatch
     monkeypatch.setattr(schedule.time, "perf_counter", lambda: clock[0])
     when, due = schedule.Schedule(), {}
     for number in range(1, 41):
-        if found := when.due("kind", "shapes", 12, None):
+        if found := when.due("kind", "setting", "shapes", 12, None):
             due[number] = found
             clock[0] += 0.1
             when.looked(0.1)
-    assert {n: (d.thorough, d.whole) for n, d in due.items()} == {
-        1: (True, False), 2: (False, True), 4: (False, True), 8: (False, True), 16: (False, True)
-    }  # fmt: skip
+    assert {n: d.thorough for n, d in due.items()} == {1: True, 2: False, 4: False, 8: False, 16: False}
     clock[0] += 5.0
-    assert when.due("kind", "shapes", 12, None) is None  # four looks of 0.1 s are more than 2% of that
+    assert when.due("kind", "setting", "shapes", 12, None) is None  # four looks of 0.1 s are more than 2% of that
     clock[0] += 100.0
-    assert when.due("kind", "shapes", 12, None) == schedule.Due(thorough=True)
+    assert when.due("kind", "setting", "shapes", 12, None) == schedule.Due(thorough=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpscale.engine.arguments import Points
 from dpscale.engine.compat import tree_leaves, version
-from dpscale.engine.errors import UnsupportedModel
+from dpscale.engine.errors import PassedBy, UnsupportedModel
 from dpscale.engine.rules import Call, Form
 from dpscale.engine.rules.derivation import Derived, expanded, resolve
 from dpscale.engine.rules.forms import Change, Dense, Packed, drop, total, widen
@@ -93,7 +93,7 @@ def backward(
     arrived = torch.autograd.grad([losses], both, [seed_B], allow_unused=True)
     unseen = [n for n, g in zip(names, arrived[len(wanted) :], strict=True) if g is not None]
     if unseen:
-        raise UnsupportedModel(
+        raise PassedBy(
             f"Parameter {unseen[0]!r} also reaches the losses where its operations cannot be seen (outside the model's "
             "own forward, or in a compiled part or custom autograd function), so its per-sample gradients are unknown. "
             "Write that part with plain operations inside the model's forward."

@@ -49,6 +49,11 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 # A module's own parameters, buffers and children by name: with None, and with duplicates. If they go:
 # `named_parameters(recurse=False, remove_duplicate=False)` and its kin, which are slower and skip None.
+# A module's hooks, by their numbers. If they go: nothing sees that one was added in the midst of a run.
+hooks: Callable[[nn.Module], tuple[Mapping[int, Any], ...]] = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
+
 registered: Callable[[nn.Module], tuple[Mapping[str, Any], ...]] = attrgetter("_parameters", "_buffers", "_modules")
 
 

@@ -8,6 +8,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpscale.checks import out_of_memory
 from dpscale.engine.arguments import (
     LossFn,
     Points,
@@ -32,7 +34,8 @@ from dpscale.engine.by_sample import sum_by_sample
 from dpscale.engine.combine import ScaledSum, combine, evaluate, exactly, gradients
 from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.compile.step import Backend, CompiledSum
-from dpscale.engine.identity import identity
+from dpscale.engine.errors import PassedBy
+from dpscale.engine.identity import code_of, identity
 from dpscale.engine.modules import structure
 from dpscale.engine.phases import cold_start, phase, waiting
 from dpscale.engine.recorder import Recorder
@@ -53,6 +56,15 @@ Remember = Callable[[dict[str, Tensor], slice], Mapping[str, Tensor]]
 """Per-sample vectors in place of the gradients (rows, *shape) of those rows of the batch."""
 
 
+@dataclass(frozen=True)
+class Looked:
+    """That a kind of model and loss was looked at: with how many different rows; whether it draws, and has dropout."""
+
+    rows: int
+    draws: bool
+    drops: bool
+
+
 class Engine:
     """Weighted sums of one model's per-sample gradients.
 
@@ -65,7 +77,7 @@ class Engine:
         self._model = weakref.ref(model)
         self._sites = Sites()
         self._schedule = Schedule()
-        self._looked: dict[Any, bool] = {}  # kinds that were, and whether they draw random numbers
+        self._looked: dict[Any, Looked] = {}
         self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
         backend = inductor if compile is True else compile
         self._compiled = CompiledSum(model, backend) if backend else None
@@ -116,7 +128,8 @@ class Engine:
 
         subject = Subject(model, parameters, run, loss_fn)
         with cold_start():
-            kind = self.trust(subject, batch, mask, identity(loss_fn, numbers=False), rows, singles, rest)
+            setting = identity(loss_fn, numbers=True)
+            kind = self.trust(subject, batch, mask, code_of(loss_fn), setting, rows, singles, rest)
             for again in (True, False):
                 if kind in self._obstacles:
                     break
@@ -133,17 +146,23 @@ class Engine:
         return sum_by_sample(model, parameters, run, batch, rule, mask, points, change)
 
     def trust(
-        self, subject: Subject, batch: Any, mask: Tensor, loss: Any, rows: Features | None = None,
+        self, subject: Subject, batch: Any, mask: Tensor, loss: Any, holding: Any, rows: Features | None = None,
         singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (),
     ) -> Any:  # fmt: skip
         """Look at the model if a look is due; refuse it if it must not be trained.
 
+        Args:
+            loss: what the losses are made by: another one is another kind.
+            holding: what that holds and reads: with something else it is to be glanced at.
+
         Returns:
             the kind of model and loss, by which what was found is remembered.
         """
-        kind = (loss, *kind_of(structure(subject.model), batch))
+        found = structure(subject.model)
+        kind = loss, found.kinds, tuple(found.trainable), found.names
+        setting = holding, kind_of(found, batch), found.attributes.settings, found.number
         rows = features(batch) if rows is None else rows
-        due = self._schedule.due(kind, shapes_of(batch), len(mask), rows)
+        due = self._schedule.due(kind, setting, shapes_of(batch), len(mask), rows)
         if due is not None:
             self.look(subject, batch, mask, kind, rows, due, singles, rest)
         return kind
@@ -163,26 +182,24 @@ class Engine:
             require_finite(subject.model)
         require_real(subject.parameters)
         kept = choose(rows, available, [i for i in due.first if mask[i]], ROWS, np.random.default_rng(number))
+        known = self._looked.get(kind)
         try:
             with waiting() if number else phase("checking"):  # later looks are short, as a rule
-                enough = not due.thorough and kind in self._looked and Glance(
-                    subject, batch, kept, sites=None if kind in self._obstacles else self._sites,
-                    draws=self._looked[kind], seed=seed,
-                )(whole=due.whole, singles=singles or {}, rest=rest)  # fmt: skip
-                if not enough:
-                    look = Look(subject, batch, rows, kept, singles=singles, rest=rest, again=kind in self._looked,
+                if due.thorough or known is None or known.rows < len({*kept}) or not Glance(
+                    subject, batch, kept, sites=None if kind in self._obstacles else self._sites, draws=known.draws,
+                    drops=known.drops, seed=seed,
+                )(singles or {}, rest):  # fmt: skip
+                    look = Look(subject, batch, rows, kept, singles=singles, rest=rest, again=known is not None,
                                 seed=seed)  # fmt: skip
-                    self._learn(kind, look())
+                    finding = look()
+                    self._looked[kind] = Looked(len({*kept}), finding.draws, finding.drops)
+                    for op, site in finding.sites:
+                        self._sites.add(op, site)
+                    self._note_obstacle(kind, finding)
         except BaseException:  # whatever ended it: what was not looked at to the end is not known
             self._schedule.forget()
             raise
         self._schedule.looked(time.perf_counter() - start)
-
-    def _learn(self, kind: Any, finding: Finding) -> None:
-        self._looked[kind] = finding.draws
-        for op, site in finding.sites:
-            self._sites.add(op, site)
-        self._note_obstacle(kind, finding)
 
     def _note_obstacle(self, kind: Any, finding: Finding) -> None:
         known = self._obstacles.get(kind)
@@ -201,9 +218,17 @@ class Engine:
         self, parameters: Mapping[str, Tensor], run: Callable[[Any], Tensor], batch: Any, rule: Scaling, mask: Tensor,
         points: Points | None, change: Remember | None,
     ) -> ScaledSum:  # fmt: skip
-        tapes, grads, losses = evaluate(parameters, run, batch, self._sites, mask, points)
+        try:
+            tapes, grads, losses = evaluate(parameters, run, batch, self._sites, mask, points)
+        except PassedBy as error:
+            raise UnknownOperation from error
         with exactly(mask.device):
-            forms = gradients(tapes, grads)
+            try:
+                forms = gradients(tapes, grads)
+            except (RuntimeError, ValueError, IndexError) as error:  # rows elsewhere than in the batches before
+                if out_of_memory(error):
+                    raise
+                raise UnknownOperation from error
             if change is not None:
                 whole = {
                     n: forms[n].per_sample() if n in forms else p.new_zeros(len(mask), *p.shape)

@@ -62,6 +62,13 @@ def identity(function: Callable[..., Any], *, numbers: bool) -> Any:
         return _itself(function), *[each for value in held for each in _switches(value)]
 
 
+def code_of(function: Any) -> Any:
+    """What is the same for all functions of one code, whatever they hold."""
+    while isinstance(function, (functools.partial, MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return function.__code__ if isinstance(function, FunctionType) else type(function)
+
+
 class _Look:
     """One look at a function, and at those that it leads to."""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpscale.engine.compat import FakeTensor, keystr, registered, tree_flatten_with_path, version
+from dpscale.engine.compat import FakeTensor, hooks, keystr, registered, tree_flatten_with_path, version
 
 _NUMBERS = (int, float, complex)
 PLAIN = (*_NUMBERS, str, bytes, type(None))
@@ -47,6 +48,7 @@ class Structure:
         names: of the constants; one that is None has none.
         attributes: what else the modules hold that a forward may read or ask: numbers, flags and words.
         flags: what the buffers hold that a forward may ask.
+        number: of this structure, among all that were ever found.
         state: what these depend on. A parameter stands there by its place in memory, which no other can take while
             ``trainable`` or ``constants`` holds it; a buffer likewise.
     """
@@ -58,6 +60,7 @@ class Structure:
     names: tuple[str, ...]
     attributes: "Attributes"
     flags: "Flags"
+    number: int
     state: list[Any]
 
     def switches(self) -> tuple[Any, ...]:
@@ -67,6 +70,7 @@ class Structure:
 
 
 _known: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
+_numbers = count()
 
 
 def structure(model: nn.Module) -> Structure:
@@ -80,7 +84,7 @@ def structure(model: nn.Module) -> Structure:
             (parameters if p.requires_grad else constants)[name] = p
         kinds, training = zip(*((type(m), m.training) for m in model.modules()), strict=True)
         held = tuple(constants.values()), tuple(constants), Attributes(model), Flags(model)
-        known = _known[model] = Structure(parameters, kinds, training, *held, state)
+        known = _known[model] = Structure(parameters, kinds, training, *held, next(_numbers), state)
     return known
 
 
@@ -99,6 +103,7 @@ class Attributes:
         self._told = [_told(value) for value in found]
         self.values = self.now()
         self._kinds = tuple(map(kind, self.values))
+        self.settings = self.values  # without those that the forward counts by itself
 
     def now(self) -> tuple[Any, ...]:
         """Their values. Of what has become something else, its type: tensors are not compared."""
@@ -122,6 +127,8 @@ class Attributes:
             now = zip(self._modules, self._places, values, self._kinds, strict=True)
             self._kinds = tuple([old if _counted(module(), name) else kind(v) for module, (_, name), v, old in now])
             self.values = values
+            own = zip(self._modules, self._places, values, strict=True)
+            self.settings = tuple([v for module, (_, name), v in own if not _counted(module(), name)])
         return self._kinds
 
 
@@ -166,6 +173,7 @@ def _state(model: nn.Module) -> list[Any]:
             continue
         seen[id(module)] = len(seen)
         state += (type(module), module.training, len(vars(module)))
+        state += [name for each in hooks(module) if each for name, hook in each.items() if not hasattr(hook, "ours")]
         parameters, buffers, modules = registered(module)
         for name, p in parameters.items():
             state += (name, id(p), p is not None and p.requires_grad)

@@ -136,7 +136,7 @@ class Recorder:
 
         subject = Subject(model, trainable(model), run)
         mask = torch.ones(samples, dtype=torch.bool)
-        kind = self._engine.trust(subject, batch, mask, "forward")
+        kind = self._engine.trust(subject, batch, mask, "forward", None)
         self._obstacle = self._engine.obstacle(kind)
         if self._obstacle is None:
             tape = Tape(subject.parameters, None, self._engine.sites, samples, lenient=True)
@@ -186,6 +186,8 @@ def _passed(recorder: "weakref.ref[Recorder]", forward: "weakref.ref[Forward]", 
 
 class _Hook:
     """A recorder's hook on its own model. Copied or saved with the model, it does nothing."""
+
+    ours = True
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call

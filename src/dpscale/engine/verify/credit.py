@@ -31,6 +31,15 @@ def insides(tape: Tape) -> list[Place]:
     ]
 
 
+def arrived(losses: Tensor, places: Sequence[Place], i: int) -> list[Tensor | None]:
+    """What the loss of sample i sends to its own rows, place by place."""
+    targets: Any = [edge for edge, _ in places]
+    seed = torch.zeros_like(losses)
+    seed[i] = 1.0
+    grads = torch.autograd.grad([losses], targets, [seed], retain_graph=True, allow_unused=True) if targets else ()
+    return [None if g is None else rows(g)[i] for g, (_, rows) in zip(grads, places, strict=True)]
+
+
 def misplaced(losses: Tensor, places: Sequence[Place], seed: int) -> int | None:
     """A sample in whose rows something else arrives than its own loss sends; None if there is none."""
     if not places:

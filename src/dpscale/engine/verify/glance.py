@@ -1,8 +1,8 @@
-"""A glance at a few rows, by a handful of forwards: whether there is anything that a look would have to judge.
+"""A glance at a few rows and at the whole batch: whether there is anything that a look would have to judge.
 
-A look finds out where the samples are, and judges what it sees. Once that is known of a model, other rows, lengths and
-sizes need less: losses in other company and alone, what is left behind, and where gradients arrive in the whole batch.
-Whatever is not as expected, for a good reason or a bad one, is left to a look.
+A look finds out where the samples are, and judges what it sees. Once that is known of a model, other rows, lengths,
+sizes and settings need less: losses in other company and alone, what is left behind, and what arrives in each row,
+weighted and in other company. Whatever is not as expected, for a good reason or a bad one, is left to a look.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ from torch import Tensor
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.phases import still_at
 from dpscale.engine.tape.tape import Sites, Tape
-from dpscale.engine.verify.credit import insides, misplaced
+from dpscale.engine.verify.credit import arrived, insides, misplaced
 from dpscale.engine.verify.look import Subject
 from dpscale.engine.verify.places import ROWS
 from dpscale.engine.verify.probe import Undropped
 from dpscale.engine.verify.randomness import own_randomness
 from dpscale.engine.verify.rows import count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
-from dpscale.engine.verify.values import near, same
+from dpscale.engine.verify.values import close, near, same
 
 
 class Glance:
@@ -30,33 +30,35 @@ class Glance:
     Args:
         subject: the model and its losses.
         batch: any batch of it.
-        kept: the rows to look at.
+        kept: the rows to look at, the rarest in the middle.
         sites: where the samples are in its operations; None if that is not known.
         draws: whether it draws random numbers, so that a row alone has others than in company.
+        drops: whether it has dropout, which is left out of what is compared with few rows.
         seed: for the runs.
     """
 
     def __init__(
-        self, subject: Subject, batch: Any, kept: Sequence[int], *, sites: Sites | None, draws: bool, seed: int
+        self, subject: Subject, batch: Any, kept: Sequence[int], *, sites: Sites | None, draws: bool, drops: bool,
+        seed: int,
     ) -> None:  # fmt: skip
         self._subject, self._batch, self._kept = subject, batch, list(kept)
-        self._sites, self._draws, self._seed = sites, draws, seed
-        self._surroundings = Surroundings(subject.model, subject.loss_fn, copy_large=False)
+        self._sites, self._draws, self._drops, self._seed = sites, draws, drops, seed
+        self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
-    def __call__(self, *, whole: bool, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
+    def __call__(self, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
         """Whether all is as expected.
 
         Args:
-            whole: put the whole batch into other company, too: a forward may do otherwise with more rows.
             singles: rows of the batch that were collated alone, by their place.
             rest: other parts of the batch that these were collated with.
         """
         try:
             with torch.autograd.set_detect_anomaly(False):
+                few = self._few_apart()
                 return (
-                    self._rows_apart(whole)
-                    and (not singles or self._collated(singles, rest))
-                    and (self._sites is None or self._credited(self._sites))
+                    few is not None
+                    and (self._whole_apart(few) if self._sites is None else self._credited(few, self._sites))
+                    and (not singles or self._draws or self._collated(singles, rest))
                 )
         except UnsupportedModel:
             raise
@@ -72,48 +74,75 @@ class Glance:
             losses = self._subject.run(data).detach()
         return losses, self._surroundings.left_behind()
 
-    def _stays(self, ours: tuple[Tensor, Any], data: Any, keep: Sequence[int]) -> bool:
-        """Whether the kept rows and the state are, with these data, what they were."""
+    def _stays(self, ours: tuple[Tensor, Any], data: Any, i: int) -> bool:
+        """Whether row i and the state are, with these data, what they were."""
         losses, left = self._run(data)
+        if not same(ours[0][i], losses[i]):
+            return False
         self._surroundings.compare(ours[1], left)
-        return all(same(ours[0][i], losses[i]) for i in keep)
+        return True
 
-    def _rows_apart(self, whole: bool) -> bool:
-        """Each row among empty ones; the one in the middle, the rarest, also among copies of itself and alone."""
+    def _few_apart(self) -> Tensor | None:
+        """The losses of a few rows, if each has the same among empty ones, and the one in the middle alone."""
         rows, middle = take(self._batch, self._kept), ROWS // 2
         ours = self._run(rows)
-        company = [(replaced(rows, neutral(rows), [i]), i) for i in range(ROWS)]
-        if not all(self._stays(ours, data, [i]) for data, i in [(take(rows, [middle] * ROWS), middle), *company]):
-            return False
-        alone = self._draws or self._near(ours[0][middle], self._run(take(rows, [middle]))[0][0], ours[0])
-        return alone and (not whole or self._whole_apart(ours[0]))
+        if not all(self._stays(ours, replaced(rows, neutral(rows), [i]), i) for i in range(ROWS)):
+            return None
+        if not self._draws and not self._near(ours[0][middle], self._run(take(rows, [middle]))[0][0], ours[0]):
+            return None
+        return ours[0]
 
     def _whole_apart(self, few: Tensor) -> bool:
-        """Rows of the whole batch among copies of one, and as they are among few."""
-        samples = count_of(self._batch)
-        keep = sorted(set(self._kept[: max(1, samples // 2)]))
-        data = replaced(self._batch, take(self._batch, [self._kept[0]] * samples), keep)
+        """In the whole batch rows have the losses that they have among few, and the one in the middle also among copies
+        of itself."""
+        middle = self._kept[ROWS // 2]
         ours = self._run(self._batch)
-        near = self._draws or all(self._near(ours[0][i], one, few) for i, one in zip(self._kept, few, strict=True))
-        return near and self._stays(ours, data, keep)
+        return self._as_among(few, ours[0]) and self._stays(ours, self._copies(middle), middle)
+
+    def _as_among(self, few: Tensor, whole: Tensor) -> bool:
+        return self._draws or all(self._near(whole[i], one, few) for i, one in zip(self._kept, few, strict=True))
+
+    def _copies(self, i: int) -> Any:
+        return take(self._batch, [i] * count_of(self._batch))
 
     @staticmethod
     def _near(a: Tensor, b: Tensor, scale: Tensor) -> bool:
         return near(a, b, scale, torch.finfo(scale.dtype).eps)
 
     def _collated(self, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
-        if self._draws:
-            return True
         losses = torch.cat([self._run(part)[0] for part in (self._batch, *rest)])
         own = [self._run(single)[0][0] for single in singles.values()]
-        return all(any(self._near(loss, one, losses) for loss in losses) for one in own)
+        eps = torch.finfo(losses.dtype).eps
+        return all(any(close(loss, one, losses, eps) for loss in losses) for one in own)
 
-    def _credited(self, sites: Sites) -> bool:
-        """Whether gradients arrive in the rows that they are of."""
-        samples = count_of(self._batch)
-        with own_randomness(self._seed), torch.enable_grad():
-            with Tape(self._subject.parameters, None, sites, samples, lenient=True) as tape:
-                losses = self._subject.run(self._batch)
-            wrong = not tape.lost and losses.requires_grad and misplaced(losses, insides(tape), self._seed) is not None
-        self._surroundings.left_behind()
-        return not tape.lost and not wrong
+    def _credited(self, few: Tensor, sites: Sites) -> bool:
+        """The same with dropout; and what arrives in a row is of its own loss alone, weighted and in other company."""
+        samples, middle = count_of(self._batch), self._kept[ROWS // 2]
+        losses, rows, left = [], [], []
+        for data in (self._batch, self._copies(middle)):
+            with own_randomness(self._seed), torch.enable_grad():
+                with Tape(self._subject.parameters, None, sites, samples, lenient=True) as tape:
+                    each = self._subject.run(data)
+                if tape.lost or not each.requires_grad:
+                    return False
+                if data is self._batch and misplaced(each, insides(tape), self._seed) is not None:
+                    return False
+                rows.append(arrived(each, insides(tape), middle))
+            losses.append(each.detach())
+            left.append(self._surroundings.left_behind())
+        if not same(losses[0][middle], losses[1][middle]) or len(rows[0]) != len(rows[1]):
+            return False
+        if not all(map(_alike, *rows)):
+            return False
+        self._surroundings.compare(*left)
+        return self._as_among(few, self._run(self._batch)[0] if self._drops else losses[0])
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether the same arrives, to rounding: in another place of a batch it may be added up in another order."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape:
+        return False
+    off, size = torch.linalg.vector_norm(a - b), torch.linalg.vector_norm(a)
+    return not bool(torch.isfinite(size)) or bool(off <= torch.finfo(a.dtype).eps ** 0.5 * size)

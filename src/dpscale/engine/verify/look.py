@@ -29,11 +29,11 @@ from dpscale.engine.phases import still_at
 from dpscale.engine.tape.tape import OpName, Site, Sites, Tape
 from dpscale.engine.verify.credit import insides, misplaced
 from dpscale.engine.verify.places import ROWS, Obstacle, keeps, places
-from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe
+from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped
 from dpscale.engine.verify.randomness import host_states, own_randomness
 from dpscale.engine.verify.rows import Features, companies, count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
-from dpscale.engine.verify.values import Gradient, added, apart, changed, gradient, near, relative, same, size
+from dpscale.engine.verify.values import Gradient, added, apart, changed, close, gradient, near, relative, same, size
 
 SEEDS = 8951, 18170, 2181, 3449, 31952, 5043, 8564, 5347, 10484, 4128, 12521, 49936, 23188, 8426, 1536, 35292
 """For forwards that draw: the first number that torch, random and numpy draw is near 1/32 with the first of these, near
@@ -71,12 +71,14 @@ class Finding:
         obstacle: why rows cannot be attributed to samples, if they cannot: then the model runs sample by sample.
         lasting: whether another look at other rows would find the same obstacle.
         draws: whether the forward draws random numbers, dropout left out.
+        drops: whether it has dropout.
     """
 
     sites: Sequence[tuple[OpName, Site]] = ()
     obstacle: str | None = None
     lasting: bool = True
     draws: bool = False
+    drops: bool = False
 
 
 class Look:
@@ -103,7 +105,7 @@ class Look:
         self._rng = np.random.default_rng(seed)
         self._rows = take(batch, self._kept)
         self._moved: tuple[Any, Any, int] | None = None
-        self._samples, self._seeded, self._own_draws = count_of(batch), False, False
+        self._samples, self._seeded, self._own_draws, self._drops = count_of(batch), False, False, False
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self) -> Finding:
@@ -119,13 +121,14 @@ class Look:
         finally:
             changed = self._surroundings.restore(thorough=True)
         self._surroundings.require_parameters_kept(changed)
-        return replace(finding, draws=self._seeded or self._draws or self._own_draws)
+        return replace(finding, draws=self._seeded or self._draws or self._own_draws, drops=self._drops)
 
     def _look(self) -> Finding:
         growth = self._growth()
         parameters = self._subject.parameters
         base = Probe(parameters, ROWS, self._each, growth) if growth.aligned else self._numbered()
         losses = self._run(base, self._rows)
+        self._drops = base.drops
         # Backwards come before the state is put back: hooks may read what this forward has left.
         arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
         plain = [self._plain(base, losses, weights) for weights in (_MIDDLE, _MIXED)]
@@ -194,7 +197,7 @@ class Look:
     def _blame(self, error: Exception) -> None:
         """A model that fails on its own batch is not for us to judge; one that fails on fewer rows only, is."""
         self._surroundings.restore()
-        with own_randomness(self._seed), torch.enable_grad():
+        with own_randomness(self._seed), torch.enable_grad(), Undropped():  # watched, so that no recorder begins
             self._subject.run(self._batch)  # raises what the user would see without us
         raise UnsupportedModel(
             f"The model takes this batch but not {ROWS} rows of it ({type(error).__name__}: {error}). A loss that "
@@ -290,7 +293,7 @@ class Look:
             losses = self._run(tape, self._batch)
             if not tape.lost and losses.requires_grad:  # what these rows have not met is looked at when it comes
                 wrong = misplaced(losses, insides(tape), self._seed)
-            if base.draws_freely or base.drops:  # a tape draws what other runs leave out, or seed one by one
+            if base.draws_freely:  # numbers are the same for all companies only if each operation is seeded
                 losses = None
                 self._surroundings.restore()
             else:
@@ -314,9 +317,13 @@ class Look:
             if not same(losses[i], others[i]) and not near(losses[i], others[i], losses, base.eps, 64 * base.eps):
                 self._refuse(self._batch, data, i)
         self._surroundings.compare(left, theirs)
-        if not (base.draws_freely or self._draws or self._own_draws):
-            for k, i in enumerate(self._kept):
-                self._require_near(k, few, ROWS, losses[i], self._samples, base.eps)
+        if base.draws_freely or self._draws or self._own_draws:
+            return
+        if base.drops:  # as among few: without dropout
+            losses = self._run(self._numbered(), self._batch)
+            self._surroundings.restore()
+        for k, i in enumerate(self._kept):
+            self._require_near(k, few, ROWS, losses[i], self._samples, base.eps)
 
     def _require_near(self, i: int, ours: Tensor, rows: int, theirs: Tensor, others: int, eps: float) -> None:
         """A row among so many others has the loss that it has among ours."""
@@ -457,7 +464,7 @@ class Look:
             finally:
                 self._surroundings.restore()
             eps = max(together.eps, alone.eps)
-            if not (together.draws or alone.draws) and not any(near(loss, own, losses, eps) for loss in losses):
+            if not (together.draws or alone.draws) and not any(close(loss, own, losses, eps) for loss in losses):
                 raise UnsupportedModel(
                     f"A sample that is collated alone has the loss {own.item():.6g}; among others, as collate_fn puts "
                     "it, no row has. What collate_fn makes of one sample (its padding) depends on the others. Mask the "

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpscale.engine.arguments import has_rows, over_rows
-from dpscale.engine.compat import tree_leaves, tree_map
+from dpscale.engine.compat import tree_leaves
 
 Features = NDArray[np.float64]
 """(B, F): numbers that tell the rows of a batch apart."""
@@ -94,6 +94,7 @@ def choose(
         alike = _shared(own)
         rarest = rng.permutation(np.flatnonzero(alike <= max(1, len(available) // 4)))
         candidates += available[rarest[np.argsort(alike[rarest], kind="stable")]].tolist()[:2]
+        candidates += available[_unlike(own, rng)].tolist()
         for column in rng.permutation(np.flatnonzero(np.ptp(own, axis=0) > 0)):
             candidates += [int(available[own[:, column].argmin()]), int(available[own[:, column].argmax()])]
         common = available[rng.permutation(np.flatnonzero(alike == alike.max()))].tolist() + common
@@ -106,6 +107,15 @@ def choose(
     middle = count // 2
     chosen[0], chosen[middle] = chosen[middle], chosen[0]
     return chosen
+
+
+def _unlike(rows: Features, rng: np.random.Generator) -> list[int]:
+    """Two rows that differ in as many as they can of the features that many rows share: labels, what is finite."""
+    few = [k for k in range(rows.shape[1]) if 1 < len(np.unique(rows[:, k])) <= max(2, len(rows) // 2)]
+    if not few:
+        return []
+    one = int(rng.integers(len(rows)))
+    return [one, int((rows[:, few] != rows[one, few]).sum(1).argmax())]
 
 
 def _shared(rows: Features) -> NDArray[np.float64]:
@@ -138,21 +148,34 @@ def take(batch: Any, rows: Sequence[int]) -> Any:
 
 
 def neutral(batch: Any) -> Any:
-    """A batch of the same shape with nothing in its tensors."""
-    return tree_map(lambda t: torch.zeros_like(t) if isinstance(t, Tensor) else t, batch)
+    """The batch with zeros, False and empty strings in place of its values."""
+
+    def blank(rows: Any) -> Any:
+        return torch.zeros_like(rows) if isinstance(rows, Tensor) else type(rows)([blank_of(rows)] * len(rows))
+
+    return over_rows(batch, blank, count_of(batch))
+
+
+def blank_of(values: Sequence[Any]) -> Any:
+    """Of the type of these: 0, False, an empty string."""
+    return None if not values or values[0] is None else type(values[0])()
 
 
 def replaced(batch: Any, others: Any, keep: Sequence[int]) -> Any:
     """``others``, with the kept rows of ``batch`` in their places."""
+    theirs: list[Any] = []
+    over_rows(others, theirs.append, count_of(others))
+    each = iter(theirs)
 
-    def put(t: Any, other: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        mixed = other.clone()
-        mixed[list(keep)] = t[list(keep)]
-        return mixed
+    def put(rows: Any) -> Any:
+        mixed = next(each)
+        if isinstance(rows, Tensor):
+            mixed = mixed.clone()
+            mixed[list(keep)] = rows[list(keep)]
+            return mixed
+        return type(rows)([rows[i] if i in keep else other for i, other in enumerate(mixed)])
 
-    return tree_map(put, batch, others)
+    return over_rows(batch, put, count_of(batch))
 
 
 def companies(samples: int, rows: Features | None, count: int, rng: np.random.Generator) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """When to look: before the first release, when something new comes, and every so often after.
 
-A model is trusted as far as it was looked at. Coupling that shows only for some values is caught when they come: rows
-unlike any before are looked at before they are released. Looks after the first take no more than a small share of a
-run's time, once the run is longer than a few steps.
+A model is trusted as far as it was looked at. Coupling that shows only for some values, lengths or settings is caught
+when they come: before they are released. Checks after the first take no more than a small share of a run's time, once
+the run is longer than a few steps.
 """
 
 import time
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from dpscale.engine.verify.rows import Features, Novelty
 
 SHARE = 0.02
-"""Of a run's time that later looks may take."""
+"""Of a run's time that later checks may take."""
 
-ALWAYS = 64
-"""Looks at new rows that are taken whatever they cost."""
+NEW_ROWS, NEW_SETTINGS = 64, 16
+"""Checks of new rows, and of new settings and lengths, that are made whatever they cost."""
 
 EARLY = 16
-"""Sums up to which a look is taken at the powers of two, whatever it costs."""
+"""Sums up to which a check is made at the powers of two, whatever it costs."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,10 @@ class Due:
     Attributes:
         first: rows to look at before others.
         thorough: a look; otherwise a glance.
-        whole: put the whole batch into other company too.
     """
 
     first: list[int] = field(default_factory=list)
     thorough: bool = False
-    whole: bool = False
 
 
 class Schedule:
@@ -42,22 +40,24 @@ class Schedule:
     def __init__(self) -> None:
         self.looks = 0
         self._sums = 0
-        self._known: set[tuple[Hashable, Hashable]] = set()
-        self._last = 0.0, 0.0
+        self._kinds: set[Hashable] = set()
+        self._settings: set[Hashable] = set()
         self._novelty: dict[Hashable, Novelty] = {}
-        self._started: float | None = None
-        self._spent = 0.0  # seconds in looks after the first
-        self._at_new_rows = 0
         self._sizes: list[int] = []
+        self._forced = {"rows": NEW_ROWS, "settings": NEW_SETTINGS}
+        self._started: float | None = None
+        self._last = 0.0, 0.0  # when the last check ended, and its seconds
+        self._spent = 0.0  # seconds in checks after the first
 
-    def due(self, kind: Hashable, shapes: Hashable, size: int, rows: Features | None) -> Due | None:
+    def due(self, kind: Hashable, setting: Hashable, shapes: Hashable, size: int, rows: Features | None) -> Due | None:
         """What is due, if anything is.
 
         Args:
-            kind: what the model and its loss are now. Never seen before: look.
-            shapes: of a sample. Rows are compared with those of the same shapes.
-            size: how many rows this batch has.
-            rows: their features.
+            kind: what the model and its loss are. Never seen before: look.
+            setting: numbers, modes and objects that they hold. Never seen before: glance.
+            shapes: of a sample; likewise. Rows are compared with those of the same shapes.
+            size: how many rows this batch has; likewise, if it is a record.
+            rows: their features; likewise, if some are unlike all before.
         """
         self._sums += 1
         now = time.perf_counter()
@@ -65,31 +65,31 @@ class Schedule:
             self._started = now
         novelty = self._novelty.setdefault(shapes, Novelty())
         new = [] if rows is None else novelty.new(rows).tolist()
-        due = self._decide(kind, shapes, size, new, now)
-        if due is not None and rows is not None:  # rows that are not looked at stay new
+        if not self._is_due(kind, (kind, setting, shapes), size, new, now):
+            return None
+        thorough = kind not in self._kinds or self._long_ago(now)
+        self._kinds.add(kind)
+        self._settings.add((kind, setting, shapes))
+        self._sizes = [min([size, *self._sizes]), max([size, *self._sizes])]
+        if rows is not None:  # rows that are not looked at stay new
             novelty.learn(rows)
-        return due
+        return Due(new if len(new) < size else [], thorough)
 
-    def _decide(self, kind: Hashable, shapes: Hashable, size: int, new: list[int], now: float) -> Due | None:
-        if (kind, shapes) not in self._known:
-            other_shapes = any(known == kind for known, _ in self._known)
-            self._known.add((kind, shapes))
-            self._sizes.append(size)
-            return Due(new if len(new) < size else [], thorough=not other_shapes)
-        if not 0.9 * min(self._sizes) <= size <= 1.1 * max(self._sizes):  # a forward may do otherwise with more rows
-            self._sizes.append(size)
-            return Due(new, whole=True)
+    def _is_due(self, kind: Hashable, setting: Hashable, size: int, new: list[int], now: float) -> bool:
+        if kind not in self._kinds:
+            return True
+        if not 0.9 * self._sizes[0] <= size <= 1.1 * self._sizes[1]:  # a forward may do otherwise with more rows
+            return True
         affordable = self._spent <= SHARE * (now - (self._started or now))
-        if new and (self._at_new_rows < ALWAYS or affordable):
-            self._at_new_rows += 1
-            return Due(new)
-        if affordable and self._long_ago(now):
-            return Due(thorough=True)
+        for what, is_new in (("settings", setting not in self._settings), ("rows", bool(new))):
+            if is_new and (self._forced[what] or affordable):
+                self._forced[what] = max(0, self._forced[what] - 1)
+                return True
         power_of_two = self._sums & (self._sums - 1) == 0
-        return Due(whole=True) if power_of_two and self._sums <= EARLY else None
+        return (power_of_two and self._sums <= EARLY) or (affordable and self._long_ago(now))
 
     def looked(self, seconds: float) -> None:
-        """A look was taken."""
+        """A check was made."""
         if self.looks:
             self._spent += seconds
         self.looks += 1
@@ -97,9 +97,10 @@ class Schedule:
 
     def forget(self) -> None:
         """Look again at the next sum: something was met that no look has seen."""
-        self._known.clear()
+        self._kinds.clear()
+        self._settings.clear()
 
     def _long_ago(self, now: float) -> bool:
-        """The time since the last look is worth one more."""
+        """The time since the last check is worth one more."""
         when, seconds = self._last
         return now - when >= 2 * seconds / SHARE

@@ -5,11 +5,11 @@ change differently for different rows is told: it would carry the data out of tr
 """
 
 import functools
-import inspect
 import random
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
@@ -25,12 +25,14 @@ from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import Variable, variables_of
 from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
 
-_ENTRIES = 256  # of one container that are looked at
+_ENTRIES = 256  # of one container that are looked into
+_MOST = 1 << 17  # of one that are compared at all
 _DEPTH = 5
-_LARGE = 1 << 16  # numbers of a tensor that is compared by value at the end of a look alone
+_LARGE = 1 << 16  # numbers of a parameter that is compared by value at the end of a look alone
 _NUMBERS = 1 << 20  # of a tensor that is compared entry by entry; of larger ones, so many entries and the sum
-_OPAQUE = (type, ModuleType, MethodType, functools.partial, torch.dtype, torch.device)
-_NAMED = ".[parameters]", ".[buffers]", ".[modules]", ".[attributes]"  # dictionaries whose entries have paths anyway
+_OPAQUE = (type, ModuleType, torch.dtype, torch.device)
+_NAMED = ".[parameters]", ".[buffers]", ".[modules]", ".[attributes]", "_hooks"
+_KNOWN = {"torch", "transformers", "peft", "numpy", "builtins", "typing", "abc", "collections", "dpscale"}
 _GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 
 
@@ -40,12 +42,11 @@ class Surroundings:
     Args:
         model: with all its modules.
         loss_fn: what it holds in its closure, defaults and globals is state too.
-        copy_large: also copy large parameters, so that those can be put back which a forward changes itself.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None, *, copy_large: bool = True) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._model = model
-        self._variables = [*variables_of(loss_fn), *_read_by_forwards(model)]
+        self._variables = [*_read_by(loss_fn), *_read_by_modules(model)]
         self._values = [get() for _, get, _ in self._variables]
         self._counts = [
             (module, name, value)
@@ -60,18 +61,19 @@ class Surroundings:
         self._tensors: list[tuple[str, Tensor, Tensor, int]] = []
         self._sizes: list[int] = []  # of the containers
         self._too_large = False  # to copy: whether it was changed is looked up by walking through everything
+        self._bytes: list[tuple[Any, Any]] = []
         for path, value in self._walk():
             if isinstance(value, Tensor):
-                if not value.is_meta and (path.startswith("model") or value.numel() <= _NUMBERS):
-                    copied = copy_large or value.numel() <= _LARGE or not isinstance(value, nn.Parameter)
-                    content = value.detach().clone() if copied else value.detach()
-                    self._tensors.append((path, value, content, version(value)))
+                if _has_values(value) and (path.startswith("model") or value.numel() <= _NUMBERS):
+                    self._tensors.append((path, value, value.detach().clone(), version(value)))
                 self._too_large |= value.numel() > _NUMBERS and not path.startswith("model")
             elif isinstance(value, dict | list | set | deque):
                 self._containers.append((value, value.copy()))
                 self._sizes.append(len(value))
             elif isinstance(value, _GENERATORS):
                 self._generators.append((value, _state_of(value)))
+            elif isinstance(value, bytearray | array):
+                self._bytes.append((value, value[:]))
             elif isinstance(value, np.ndarray):
                 if value.size <= _NUMBERS:
                     self._arrays.append((value, value.copy()))
@@ -95,11 +97,11 @@ class Surroundings:
             or any(get() is not value for (_, get, _), value in zip(self._variables, self._values, strict=True))
             or not self._same_objects()
             or any(
-                version(t) != then
-                or (not isinstance(t, nn.Parameter) and t.numel() <= _LARGE and not _equal(t.detach(), value))
+                version(t) != then or (not isinstance(t, nn.Parameter) and not _equal(t.detach(), value))
                 for _, t, value, then in self._tensors
             )
-            or any(array.tobytes() != content.tobytes() for array, content in self._arrays)
+            or any(own.tobytes() != content.tobytes() for own, content in self._arrays)
+            or any(own != content for own, content in self._bytes)
             or self.drew()
         )
 
@@ -122,8 +124,10 @@ class Surroundings:
                 found[path] = value
             elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
                 found[path] = _digest(torch.from_numpy(np.ascontiguousarray(value)))
-            elif isinstance(value, list | tuple | deque | dict) and len(value) > _ENTRIES:  # too long to walk through
-                last = (*(value.values() if isinstance(value, dict) else value),)[-_ENTRIES:]
+            elif isinstance(value, bytearray | array):
+                found[path] = bytes(value)
+            elif isinstance(value, list | tuple | deque | dict) and len(value) > _ENTRIES:  # too long to look into
+                last = (*(value.values() if isinstance(value, dict) else value),)[-_MOST:]
                 found[path] = len(value), *(v if isinstance(v, PLAIN) else type(v) for v in last)
         return found
 
@@ -144,15 +148,18 @@ class Surroundings:
                 put(value)
         for generator, state in self._generators:
             _put_state(generator, state)
-        for array, content in self._arrays:
-            if array.flags.writeable:
-                array[...] = content
+        for own, content in self._arrays:
+            if own.flags.writeable:
+                own[...] = content
+        for own, content in self._bytes:
+            own[:] = content
         for container, content in self._containers:
             if not _unchanged(container, content):
                 container.clear()
                 (container.update if isinstance(container, dict | set) else container.extend)(content)
         for path, t, value, then in self._tensors:
-            if version(t) == then and t.numel() > _LARGE and t.shape == value.shape and not thorough:
+            large = t.numel() > _LARGE and isinstance(t, nn.Parameter)
+            if version(t) == then and large and t.shape == value.shape and not thorough:
                 continue
             if t.shape != value.shape or t.dtype != value.dtype:
                 t.data = value.clone()
@@ -223,7 +230,7 @@ class Surroundings:
             seen.add(id(value))
             yield path, value
             below = depth if isinstance(value, nn.Module) else depth + 1
-            if below <= _DEPTH and not path.endswith(_NAMED):
+            if below <= _DEPTH and not path.endswith(_NAMED):  # what hooks keep for themselves is theirs
                 waiting.extend((f"{path}{name}", each, below) for name, each in _children(value))
 
 
@@ -242,22 +249,50 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple | deque | set | frozenset):
         if len(value) <= _ENTRIES:
             yield from ((f"[{k}]", each) for k, each in enumerate(list(value)))
-    elif _inside(value) and not isinstance(value, Tensor) and isinstance(getattr(value, "__dict__", None), dict):
+    elif isinstance(value, MethodType):
+        yield ".self", value.__self__
+    elif isinstance(value, functools.partial):
+        yield from ((f"({k})", each) for k, each in enumerate((*value.args, *value.keywords.values())))
+    elif _inside(value) and not isinstance(value, FunctionType) and isinstance(getattr(value, "__dict__", None), dict):
         yield ".[attributes]", vars(value)
         yield from ((f".{name}", each) for name, each in list(vars(value).items()))
 
 
-def _read_by_forwards(model: nn.Module) -> Iterator[Variable]:
-    """What the forwards of one's own modules read from around them: a dictionary of their file, say."""
-    for made in {type(module): None for module in model.modules()}:
-        forward = inspect.getattr_static(made, "forward")  # as written: a scripted class has none to ask for
-        if made.__module__.split(".")[0] not in ("torch", "transformers", "peft") and isinstance(forward, FunctionType):
-            yield from (each for each in variables_of(forward) if _inside(each[1]()) or isinstance(each[1](), PLAIN))
+def _read_by_modules(model: nn.Module) -> Iterator[Variable]:
+    """What the methods of one's own modules read from around them, and what their classes hold."""
+    classes = {base: None for module in model.modules() for base in type(module).__mro__}
+    for made in (each for each in classes if _own(each)):
+        for name, value in list(vars(made).items()):
+            if isinstance(value, FunctionType):
+                yield from (each for each in _read_by(value) if _inside(each[1]()) or isinstance(each[1](), PLAIN))
+            elif not name.startswith("__") and (isinstance(value, PLAIN) or _inside(value)):
+                yield f"{made.__name__}.{name}", partial(getattr, made, name), partial(setattr, made, name)
+
+
+def _read_by(function: Any, known: set[int] | None = None) -> Iterator[Variable]:
+    """What a function holds and reads, and what the functions of one's own do which it leads to."""
+    known = set() if known is None else known
+    for name, get, put in variables_of(function):
+        yield name, get, put
+        value = get()
+        if isinstance(value, FunctionType) and id(value) not in known and _own(value) and len(known) < _ENTRIES:
+            known.add(id(value))
+            yield from _read_by(value, known)
+
+
+def _own(defined: Any) -> bool:
+    """Whether it was not written by those whose code we know to keep nothing of a batch."""
+    return str(getattr(defined, "__module__", "torch")).split(".")[0] not in _KNOWN
+
+
+def _has_values(t: Tensor) -> bool:
+    """Whether they can be compared, and written back."""
+    return t.layout is torch.strided and not t.is_meta and not t.is_inference()
 
 
 def _digest(t: Tensor) -> Any:
     """A copy, or of a large tensor what hardly any change leaves as it is."""
-    if t.is_meta:
+    if not _has_values(t):
         return t.shape
     flat = t.detach()
     if flat.numel() <= _NUMBERS:

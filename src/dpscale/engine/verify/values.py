@@ -31,6 +31,11 @@ def near(a: Tensor, b: Tensor, scale: Tensor, eps: float, limit: float | None = 
     return bool((a - b).abs() <= limit * torch.cat([finite.flatten(), b.abs().view(1)]).max())
 
 
+def close(a: Tensor, b: Tensor, scale: Tensor, eps: float) -> bool:
+    """To rounding, and closer than `near`: where one of many is looked for, another may be near by chance."""
+    return near(a, b, scale, eps, min(256 * eps, eps**0.5))
+
+
 def gradient(losses: Tensor, seed: Sequence[float], targets: Mapping[Any, Any]) -> Gradient:
     """What arrives at each target from so much of each loss, if anything does."""
     if not targets or not losses.requires_grad:
