@@ -197,3 +197,25 @@ def test_a_scripted_model_runs_sample_by_sample_and_is_refused_in_a_loop_of_ones
     assert go(torch.jit.script(Net()), steps=2).steps_taken == 2
     with pytest.raises(dpscale.UnsupportedModel, match="it is scripted"):
         go(torch.jit.script(Net()), "backward")
+
+
+class Sorts(Net):
+    def forward(self, x):
+        order = x.sum(1).argsort()
+        return super().forward(x[order])[order.argsort()]
+
+
+def test_a_sample_that_is_drawn_alone_is_summed_too():
+    """A batch of one row, run sample by sample, was taken for a forward of somebody else's loop, and gave nothing."""
+    model = Sorts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sampling = dpscale.Poisson(size=SIZE, batch=2)
+    run = dpscale.privatize(model, optimizer, plan(sampling=sampling, steps=20), seed=1)
+    alone = 0
+    for drawn in run.batches(data()):
+        report = run.step(drawn, loss_fn)
+        if drawn.draw.mask.any():
+            expected = reference_sum(model, loss_fn, drawn.data, run.plan.scaling)[1]
+            torch.testing.assert_close(report.norms, expected)
+            alone += len(expected) == 1
+    assert alone > 2

@@ -621,7 +621,7 @@ def test_counters_of_any_kind_need_only_so_many_looks():
     few = looks(model)
     for _ in range(30):
         dpscale.scaled_sum(model, loss_fn, BATCH, RULE)
-    assert looks(model) == few < 20
+    assert looks(model) <= few + 1 < 20  # at the power of two
 
 
 def test_a_dict_that_holds_itself_is_no_trouble():

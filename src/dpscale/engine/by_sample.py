@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dpscale.engine.combine import ScaledSum
 from dpscale.engine.compat import reparametrized
 from dpscale.engine.rules.forms import wide
+from dpscale.engine.tape.tape import unrecorded
 from dpscale.engine.verify.rows import take
 from dpscale.scaling import Scaling
 
@@ -55,7 +56,7 @@ def _gradient(
     loss = torch.zeros(())
     for coefficient, values in points or [(1.0, None)]:
         at = parameters if values is None else {n: values[n].detach().clone().requires_grad_() for n in parameters}
-        with torch.enable_grad(), reparametrized(model, None if values is None else at):
+        with torch.enable_grad(), unrecorded(), reparametrized(model, None if values is None else at):
             loss = run(one).sum()
             grads = torch.autograd.grad(loss, list(at.values()), allow_unused=True) if loss.requires_grad else ()
         for n, g in zip(at, grads, strict=False):

@@ -12,7 +12,7 @@ import re
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, Self
@@ -239,6 +239,16 @@ class Watched:
                 _exchanged[name] = getattr(torch_checkpoint, name)
                 setattr(torch_checkpoint, name, other)
         cls.count += more
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Forwards in here are nobody's own: a recorder keeps out of the way."""
+    Watched.add(1)
+    try:
+        yield
+    finally:
+        Watched.add(-1)
 
 
 # -- Modes -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ weighted and in other company. Whatever is not as expected, for a good reason or
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,11 +94,11 @@ class Glance:
         return ours[0]
 
     def _whole_apart(self, few: Tensor) -> bool:
-        """In the whole batch rows have the losses that they have among few, and the one in the middle also among copies
+        """In the whole batch rows have the losses that they have among few, and one that is like most also among copies
         of itself."""
-        middle = self._kept[ROWS // 2]
+        last = self._kept[-1]
         ours = self._run(self._batch)
-        return self._as_among(few, ours[0]) and self._stays(ours, self._copies(middle), middle)
+        return self._as_among(few, ours[0]) and self._stays(ours, self._copies(last), last)
 
     def _as_among(self, few: Tensor, whole: Tensor) -> bool:
         return self._draws or all(self._near(whole[i], one, few) for i, one in zip(self._kept, few, strict=True))
@@ -117,25 +118,40 @@ class Glance:
 
     def _credited(self, few: Tensor, sites: Sites) -> bool:
         """The same with dropout; and what arrives in a row is of its own loss alone, weighted and in other company."""
-        samples, middle = count_of(self._batch), self._kept[ROWS // 2]
-        losses, rows, left = [], [], []
-        for data in (self._batch, self._copies(middle)):
-            with own_randomness(self._seed), torch.enable_grad():
-                with Tape(self._subject.parameters, None, sites, samples, lenient=True) as tape:
-                    each = self._subject.run(data)
-                if tape.lost or not each.requires_grad:
-                    return False
-                if data is self._batch and misplaced(each, insides(tape), self._seed) is not None:
-                    return False
-                rows.append(arrived(each, insides(tape), middle))
-            losses.append(each.detach())
-            left.append(self._surroundings.left_behind())
-        if not same(losses[0][middle], losses[1][middle]) or len(rows[0]) != len(rows[1]):
-            return False
-        if not all(map(_alike, *rows)):
-            return False
-        self._surroundings.compare(*left)
-        return self._as_among(few, self._run(self._batch)[0] if self._drops else losses[0])
+        rows, middle, last = take(self._batch, self._kept), ROWS // 2, self._kept[-1]
+        whole = self._taped(sites, self._batch, last, weighted=True)
+        # The rarest row among empty ones; and one that is like most without the rarest.
+        pairs = [(whole, self._taped(sites, self._copies(last), last))]
+        if whole is not None:
+            ours = self._taped(sites, rows, middle)
+            pairs.append((ours, self._taped(sites, replaced(rows, neutral(rows), [middle]), middle)))
+        for a, b in pairs:
+            if a is None or b is None or not same(a.loss, b.loss) or len(a.rows) != len(b.rows):
+                return False
+            if not all(map(_alike, a.rows, b.rows)):
+                return False
+            self._surroundings.compare(a.left, b.left)
+        assert whole is not None
+        return self._as_among(few, self._run(self._batch)[0] if self._drops else whole.losses)
+
+    def _taped(self, sites: Sites, data: Any, i: int, weighted: bool = False) -> "_Taped | None":
+        """What a taped run gives of row i; None if gradients go astray, or past the tape."""
+        with own_randomness(self._seed), torch.enable_grad():
+            with Tape(self._subject.parameters, None, sites, count_of(data), lenient=True) as tape:
+                losses = self._subject.run(data)
+            places = insides(tape) if not tape.lost and losses.requires_grad else []
+            astray = not places or (weighted and misplaced(losses, places, self._seed) is not None)
+            rows = [] if astray else arrived(losses, places, i)
+        left = self._surroundings.left_behind()
+        return None if astray else _Taped(losses.detach(), losses[i].detach(), rows, left)
+
+
+@dataclass(frozen=True)
+class _Taped:
+    losses: Tensor
+    loss: Tensor
+    rows: list[Tensor | None]
+    left: Any
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:

@@ -93,8 +93,9 @@ def choose(
         own = rows[available]
         alike = _shared(own)
         rarest = rng.permutation(np.flatnonzero(alike <= max(1, len(available) // 4)))
-        candidates += available[rarest[np.argsort(alike[rarest], kind="stable")]].tolist()[:2]
-        candidates += available[_unlike(own, rng)].tolist()
+        rarest = rarest[np.argsort(alike[rarest], kind="stable")][:2]
+        one = int(rarest[0]) if len(rarest) else int(rng.integers(len(own)))
+        candidates += available[[one, _unlike(own, one, rng), *rarest]].tolist()
         for column in rng.permutation(np.flatnonzero(np.ptp(own, axis=0) > 0)):
             candidates += [int(available[own[:, column].argmin()]), int(available[own[:, column].argmax()])]
         common = available[rng.permutation(np.flatnonzero(alike == alike.max()))].tolist() + common
@@ -109,13 +110,14 @@ def choose(
     return chosen
 
 
-def _unlike(rows: Features, rng: np.random.Generator) -> list[int]:
-    """Two rows that differ in as many as they can of the features that many rows share: labels, what is finite."""
-    few = [k for k in range(rows.shape[1]) if 1 < len(np.unique(rows[:, k])) <= max(2, len(rows) // 2)]
-    if not few:
-        return []
-    one = int(rng.integers(len(rows)))
-    return [one, int((rows[:, few] != rows[one, few]).sum(1).argmax())]
+def _unlike(rows: Features, one: int, rng: np.random.Generator) -> int:
+    """A row that differs from that one in as many as it can of the features that many rows share: what is finite, the
+    label; in those of two values first."""
+    kinds = np.array([len(np.unique(column)) for column in rows.T])
+    shared = (kinds > 1) & (kinds <= max(2, len(rows) // 2))
+    apart = (rows[:, shared] != rows[one, shared]) @ (1 / kinds[shared])
+    order = rng.permutation(len(rows))
+    return int(order[apart[order].argmax()])
 
 
 def _shared(rows: Features) -> NDArray[np.float64]:

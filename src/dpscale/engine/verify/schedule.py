@@ -17,9 +17,6 @@ SHARE = 0.02
 NEW_ROWS, NEW_SETTINGS = 64, 16
 """Checks of new rows, and of new settings and lengths, that are made whatever they cost."""
 
-EARLY = 16
-"""Sums up to which a check is made at the powers of two, whatever it costs."""
-
 
 @dataclass(frozen=True)
 class Due:
@@ -86,7 +83,7 @@ class Schedule:
                 self._forced[what] = max(0, self._forced[what] - 1)
                 return True
         power_of_two = self._sums & (self._sums - 1) == 0
-        return (power_of_two and self._sums <= EARLY) or (affordable and self._long_ago(now))
+        return power_of_two or (affordable and self._long_ago(now))
 
     def looked(self, seconds: float) -> None:
         """A check was made."""
