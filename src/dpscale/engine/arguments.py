@@ -70,7 +70,7 @@ def batch_size(batch: Any) -> tuple[int, torch.device]:
     require(bool(tensors), "scaled_sum", "batch", "a pytree that holds at least one tensor", type(batch).__name__)
     sizes = [t.shape[0] if t.ndim else None for t in tensors]
     require(
-        len(set(sizes)) == 1 and sizes[0] is not None,
+        sizes[0] is not None and all(size == sizes[0] for size in sizes),
         "scaled_sum",
         "batch",
         "tensors that agree in their first dimension, the batch",
