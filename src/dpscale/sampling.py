@@ -25,7 +25,6 @@ from typing import ClassVar, Literal
 import dp_accounting
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from dpscale.checks import is_number, require, require_count, require_positive
 
@@ -33,7 +32,6 @@ Adjacency = Literal["add-remove", "replace-one", "zero-out"]
 """Which two datasets are neighbours: one sample more or less, one exchanged, or one made to contribute nothing."""
 
 Indices = NDArray[np.int64]
-_OVERFLOW = 1e-6  # most probability per step that a Poisson batch does not fit one physical batch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,9 +108,9 @@ class Sampling(ABC):
         return 2 if self.adjacency == "replace-one" else 1
 
     @property
-    def physical_batch(self) -> int:
-        """The one shape to which logical batches are padded."""
-        return self.batch
+    def spread(self) -> float:
+        """The standard deviation of a batch's size."""
+        return 0.0
 
     @property
     def note(self) -> str:
@@ -185,10 +183,9 @@ class Poisson(Sampling):
     adjacency: Adjacency = field(init=False, default="add-remove")
 
     @property
-    def physical_batch(self) -> int:
-        """A multiple of 8 that a logical batch exceeds with probability below 1e-6 per step; at most ``size``."""
-        fits = int(stats.binom.isf(_OVERFLOW / 2, self.size, self.rate))
-        return min(self.size, -(-fits // 8) * 8)
+    def spread(self) -> float:
+        """√(size · rate · (1 - rate)), as of a binomial count."""
+        return math.sqrt(self.batch * (1 - self.rate))
 
     def _draw(self, rng: np.random.Generator) -> Indices:
         # Independent coins = a binomial count, then a uniform subset of that size; cheaper than `size` coins.
