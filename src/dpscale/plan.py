@@ -8,16 +8,15 @@ import dataclasses
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import dp_accounting
-
-from dpscale import accounting
-from dpscale.accounting import Accountant
 from dpscale.checks import is_number, require, require_count, require_positive, require_probability
 from dpscale.momentum import MOMENTA, Momentum
-from dpscale.sampling import SAMPLERS, Adjacency, Sampling
+from dpscale.sampling import SAMPLERS, Accountant, Adjacency, Sampling
 from dpscale.scaling import RULES, Scaling
+
+if TYPE_CHECKING:  # it takes as long to import as torch, and training does without it
+    import dp_accounting
 
 _ADJACENCY_WORDS: dict[Adjacency, str] = {
     "add-remove": "two datasets are neighbours if one has one sample more than the other",
@@ -154,7 +153,7 @@ class Plan:
         sigma = self._sigma("noise_std")
         return sigma * self.bound if sigma > 0 else 0.0  # not 0·inf where the clip is off
 
-    def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
+    def event(self, steps: int | None = None) -> "dp_accounting.DpEvent":
         """What ``steps`` steps release (all planned ones if not given), for an accountant."""
         sigma = self._sigma("event")
         return self.sampling.event(sigma, self._steps("event") if steps is None else steps)
@@ -172,6 +171,8 @@ class Plan:
 
     def calibrate(self, *, epsilon: float, delta: float) -> "Plan":
         """This plan with the least noise for which the planned steps cost at most ``epsilon`` at ``delta``."""
+        from dpscale import accounting
+
         self._check_target("Plan.calibrate", epsilon, delta)
         steps = self._steps("calibrate")
         sigma = accounting.calibrate_noise_multiplier(
@@ -185,6 +186,8 @@ class Plan:
 
     def calibrate_steps(self, *, epsilon: float, delta: float) -> "Plan":
         """This plan with the most steps that cost at most ``epsilon`` at ``delta`` under its noise."""
+        from dpscale import accounting
+
         self._check_target("Plan.calibrate_steps", epsilon, delta)
         sigma = self._sigma("calibrate_steps")
         event = self.sampling.event(sigma, MOST_STEPS)
@@ -263,6 +266,8 @@ class Plan:
         }
 
     def _epsilon(self, delta: float, steps: int | None, accountant: Accountant) -> float:
+        from dpscale import accounting
+
         return accounting.epsilon(self.event(steps), delta=delta, adjacency=self.adjacency, accountant=accountant)
 
     def _check_target(self, owner: str, epsilon: float, delta: float) -> None:

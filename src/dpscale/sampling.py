@@ -20,16 +20,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import dp_accounting
 import numpy as np
 from numpy.typing import NDArray
 
 from dpscale.checks import is_number, require, require_count, require_positive
 
+if TYPE_CHECKING:  # it takes as long to import as torch, and sampling does without it
+    import dp_accounting
+
 Adjacency = Literal["add-remove", "replace-one", "zero-out"]
 """Which two datasets are neighbours: one sample more or less, one exchanged, or one made to contribute nothing."""
+
+Accountant = Literal["pld", "rdp"]
+"""Privacy loss distributions (tight), or Rényi DP (looser, older, shown for comparison)."""
 
 Indices = NDArray[np.int64]
 
@@ -126,7 +131,7 @@ class Sampling(ABC):
         """
         return math.ceil(_fraction(type(self).__name__, epochs) * Fraction(self.size, self.batch))
 
-    def event(self, noise_multiplier: float, steps: int) -> dp_accounting.DpEvent:
+    def event(self, noise_multiplier: float, steps: int) -> "dp_accounting.DpEvent":
         """What ``steps`` steps release, for an accountant; nothing (`NoOpDpEvent`) after 0 steps.
 
         ``noise_multiplier`` is noise std / bound, whatever the adjacency. The Gaussian inside the event has noise
@@ -137,6 +142,8 @@ class Sampling(ABC):
         require(ok, owner, "noise_multiplier", "a finite number >= 0", noise_multiplier)
         ok = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
         require(ok, owner, "steps", "an integer >= 0", steps, "Count the steps taken so far.")
+        import dp_accounting
+
         if steps == 0:
             return dp_accounting.NoOpDpEvent()
         gaussian = dp_accounting.GaussianDpEvent(noise_multiplier / self.sensitivity_factor)
@@ -165,7 +172,7 @@ class Sampling(ABC):
     def _draw(self, rng: np.random.Generator) -> Indices: ...
 
     @abstractmethod
-    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent: ...
+    def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent": ...
 
     @abstractmethod
     def describe(self) -> str:
@@ -191,7 +198,9 @@ class Poisson(Sampling):
         # Independent coins = a binomial count, then a uniform subset of that size; cheaper than `size` coins.
         return _subset(rng, self.size, int(rng.binomial(self.size, self.rate)))
 
-    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+    def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
+        import dp_accounting
+
         return dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(self.rate, gaussian), steps)
 
     def describe(self) -> str:
@@ -216,7 +225,9 @@ class FixedSize(Sampling):
     def _draw(self, rng: np.random.Generator) -> Indices:
         return _subset(rng, self.size, self.batch)
 
-    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+    def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
+        import dp_accounting
+
         return dp_accounting.SelfComposedDpEvent(
             dp_accounting.SampledWithoutReplacementDpEvent(self.size, self.batch, gaussian), steps
         )
@@ -245,7 +256,9 @@ class FullBatch(Sampling):
     def _draw(self, rng: np.random.Generator) -> Indices:
         return np.arange(self.size, dtype=np.int64)
 
-    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+    def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
+        import dp_accounting
+
         return dp_accounting.SelfComposedDpEvent(gaussian, steps)
 
     def describe(self) -> str:
@@ -297,7 +310,9 @@ class Shuffled(Sampling):
     def _draw(self, rng: np.random.Generator) -> Indices:
         raise AssertionError("a shuffled batch depends on its epoch: _draws does the work")
 
-    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+    def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
+        import dp_accounting
+
         return dp_accounting.SelfComposedDpEvent(gaussian, -(-steps // self.steps_per_epoch))
 
     def describe(self) -> str:
