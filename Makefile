@@ -20,8 +20,8 @@ lint: $(VENV)/.test           ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.bench         ## step time beside plain PyTorch and Opacus, and what both do with awkward models
-	$(BIN)/python benchmarks/step.py --batch 256
+bench: $(VENV)/.bench         ## whole loops beside plain PyTorch and Opacus, and what both do with awkward models
+	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/peers.py
 
 # One stamp per extra: torch first and pinned, so that nothing else can pull another build of it.

@@ -1,9 +1,11 @@
-"""Who is timed: for each, from a task, a model and a batch to one whole training step."""
+"""Steps on one batch, from a task, a model and the batch; and what Opacus needs for a step."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import dpscale
 from dpscale.engine import Engine
@@ -66,70 +68,21 @@ def ours(compiled: bool) -> Callable[..., Step]:
     return make
 
 
-def opacus(mode: str) -> Callable[..., Step]:
-    def make(task: Task, model: nn.Module, x: Tensor, y: Tensor, cast: Context) -> Step:
-        from opacus import PrivacyEngine
-        from torch.utils.data import DataLoader, TensorDataset
+def opacus_parts(mode: str, task: Task, model: nn.Module, data: TensorDataset) -> tuple[nn.Module, Any, nn.Module]:
+    """Opacus's model, optimizer and criterion, for batches that are drawn elsewhere."""
+    from opacus import PrivacyEngine
+    from torch.utils.data import DataLoader
 
-        class Loss(nn.Module):
-            reduction = "mean"
+    class Loss(nn.Module):
+        reduction = "mean"
 
-            def forward(self, out: Tensor, y: Tensor) -> Tensor:
-                losses = task.losses(out, y)
-                return losses if self.reduction == "none" else losses.mean()
+        def forward(self, out: Tensor, y: Tensor) -> Tensor:
+            losses = task.losses(out, y)
+            return losses if self.reduction == "none" else losses.mean()
 
-        loader = DataLoader(TensorDataset(x, y), batch_size=len(x))
-        made = PrivacyEngine().make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), data_loader=loader,
-            noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode,
-            **({"criterion": Loss()} if mode == "ghost" else {}),
-        )  # fmt: skip
-        private, optimizer, *rest = made
-        criterion = rest[0] if mode == "ghost" else Loss()
-
-        def step() -> None:
-            optimizer.zero_grad()
-            with cast():
-                loss = criterion(private(x), y)
-            loss.backward()
-            optimizer.step()
-
-        return step
-
-    return make
-
-
-def vmapped(task: Task, model: nn.Module, x: Tensor, y: Tensor, cast: Context) -> Step:
-    """vmap(grad): every sample's whole gradient."""
-    optimizer = sgd(model)
-    parameters = dict(model.named_parameters())
-
-    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        with cast():
-            return task.losses(torch.func.functional_call(model, values, (x[None],)), y[None])[0]
-
-    gradient = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))
-
-    def step() -> None:
-        grads = gradient({n: p.detach() for n, p in parameters.items()}, x, y)
-        norms = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
-        weights = 1 / norms.clamp(min=1)
-        for n, p in parameters.items():
-            p.grad = (torch.einsum("b,b...->...", weights, grads[n]) + torch.randn_like(p)) / len(x)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-CONTENDERS: dict[str, Callable[..., Step]] = {
-    "plain compiled": plain(True),  # the base of every ratio comes first
-    "plain": plain(False),
-    "dpscale compiled": ours(True),
-    "dpscale": ours(False),
-    "Opacus hooks": opacus("hooks"),
-    "Opacus ghost": opacus("ghost"),
-    "vmap(grad)": vmapped,
-}
-COMPILED = ("plain compiled", "dpscale compiled")
-BASES = ("plain compiled", "plain")
+    private, optimizer, *rest = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        data_loader=DataLoader(data, batch_size=task.batch), noise_multiplier=1.0, max_grad_norm=1.0,
+        poisson_sampling=False, grad_sample_mode=mode, **({"criterion": Loss()} if mode == "ghost" else {}),
+    )  # fmt: skip
+    return private, optimizer, rest[0] if mode == "ghost" else Loss()

@@ -54,6 +54,7 @@ from dpscale.lab.datasets.folder import DataError
 from dpscale.lab.presets import METHODS, Choice
 from dpscale.momentum import HeavyBall, InnerOuter
 from dpscale.noise import Key
+from dpscale.shapes import Sizes
 from dpscale.training import Private
 
 from .helpers import run as run_command
@@ -931,13 +932,14 @@ def test_a_rehearsal_takes_one_step_and_leaves_nothing(monkeypatch):
     assert len(steps) == 1
 
 
-def test_tries_on_a_gpu_have_the_shape_of_final_runs():
+def test_plain_tries_on_a_gpu_have_the_shape_of_final_runs():
     whole, part = (SimpleNamespace(train_labels=SimpleNamespace(is_cuda=True), size=n) for n in (1437, 1150))
-    final = Poisson(size=1437, batch=64).physical_batch
-    assert runner._rows(TINY, whole) == runner._rows(TINY, part) == final > Poisson(size=1150, batch=51).physical_batch
-    assert runner._rows(TINY.replace(micro_batch=16), whole) == 16
+    final = Sizes.of(Poisson(size=1437, batch=64)).rows[-1]
+    assert runner._plain_rows(TINY, whole) == runner._plain_rows(TINY, part) == final
+    assert final > Sizes.of(Poisson(size=1150, batch=51)).rows[-1]
+    assert runner._plain_rows(TINY.replace(micro_batch=16), whole) == 16
     part.train_labels.is_cuda = False
-    assert runner._rows(TINY, part) is None
+    assert runner._plain_rows(TINY, part) is None
 
 
 # -- summary ---------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def test_compiled_points_are_the_eager_ones(monkeypatch, name):
 
     momentum = dpscale.InnerOuter(K0=2, gamma0=0.6, gamma1=0.3)
     eager, *_ = run(name, momentum)
-    monkeypatch.setattr("dpscale.training.Engine", lambda model, compile: Engine(model, compile=trace))
+    monkeypatch.setattr("dpscale.training.Engine", lambda model, compile, **rest: Engine(model, compile=trace, **rest))
     traced, *_ = run(name, momentum, compile=True)
     assert len(made) == 1
     assert_same(eager, traced)

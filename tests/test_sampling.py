@@ -134,19 +134,12 @@ def test_every_sample_and_every_pair_is_drawn_at_its_rate(sampling):
     assert np.abs(pairs - pair).max() < 5 * math.sqrt(pair * (1 - pair) / steps)
 
 
-@pytest.mark.parametrize(("size", "batch"), [(60_000, 512), (50_000, 1024), (1000, 1), (64, 60), (8, 8), (13, 12)])
-def test_poisson_physical_batch_rarely_overflows_and_wastes_little(size, batch):
+@pytest.mark.parametrize(("size", "batch"), [(60_000, 512), (1000, 1), (64, 60), (8, 8)])
+def test_spread_is_the_deviation_of_a_batch_size(size, batch):
     sampling = Poisson(size=size, batch=batch)
-    physical = sampling.physical_batch
-    assert stats.binom.sf(physical, size, sampling.rate) < 1e-6
-    assert physical <= size and (physical % 8 == 0 or physical == size)
-    assert physical == size or physical < batch + 6 * math.sqrt(batch) + 24
-
-
-def test_other_samplers_have_the_batch_as_physical_batch():
-    assert FixedSize(size=100, batch=7).physical_batch == 7
-    assert Shuffled(size=100, batch=7).physical_batch == 7
-    assert FullBatch(size=100).physical_batch == FullBatch(size=100).batch == 100
+    assert math.isclose(sampling.spread, stats.binom.std(size, sampling.rate))
+    assert FixedSize(size=size, batch=batch).spread == Shuffled(size=size, batch=batch).spread == 0
+    assert FullBatch(size=size).spread == 0
 
 
 def test_trap_06_the_event_belongs_to_the_sampler():

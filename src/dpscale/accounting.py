@@ -19,7 +19,6 @@ themselves are in `privacy_curves`.
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal
 
 import dp_accounting
 import numpy as np
@@ -27,10 +26,7 @@ from scipy import optimize
 
 from dpscale.checks import is_number, require, require_choice, require_positive, require_probability
 from dpscale.privacy_curves import Curve, Part, curves
-from dpscale.sampling import Adjacency
-
-Accountant = Literal["pld", "rdp"]
-"""Privacy loss distributions (tight), or Rényi DP (looser, older, shown for comparison)."""
+from dpscale.sampling import Accountant, Adjacency
 
 
 def epsilon(

@@ -1,4 +1,4 @@
-"""Batch: data and the draw that they came from. Padding to a fixed shape, where a compiled step needs one."""
+"""Batch: data and the draw that they came from. Padding to the sizes that a compiled step meets again."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,26 +128,22 @@ class Batches(Iterator[Batch]):
 
 
 class Padding:
-    """Gives batches the one shape that a compiled step needs.
+    """Gives batches the sizes that a compiled step is for.
 
     The first padded batch decides between neutral rows and copies of the batch's first row: a forward may raise on
     zeros, or its losses may not be finite there.
-
-    Args:
-        rows: of every batch.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self) -> None:
         self._copies = self._decided = False
 
-    def __call__(self, data: Any, count: int, summed: Callable[[Any, Tensor], ScaledSum]) -> ScaledSum:
-        """What ``summed(data, mask)`` gives for the padded batch, without what it says of the padding."""
-        mask = torch.arange(self.rows, device=device_of(data)) < count
-        if count < self.rows and not self._decided:
-            self._copies = not self._takes_zeros(padded(data, count, self.rows), mask, count, summed)
+    def __call__(self, data: Any, count: int, rows: int, summed: Callable[[Any, Tensor], ScaledSum]) -> ScaledSum:
+        """What ``summed(data, mask)`` gives for ``count`` rows padded to ``rows``, without what it says of padding."""
+        mask = torch.arange(rows, device=device_of(data)) < count
+        if count < rows and not self._decided:
+            self._copies = not self._takes_zeros(padded(data, count, rows), mask, count, summed)
             self._decided = True
-        out = summed(padded(data, count, self.rows, copies=self._copies), mask)
+        out = summed(padded(data, count, rows, copies=self._copies), mask)
         return replace(out, **{name: getattr(out, name)[:count] for name in ("losses", "norms", "weights")})
 
     @staticmethod

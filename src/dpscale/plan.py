@@ -8,16 +8,15 @@ import dataclasses
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import dp_accounting
-
-from dpscale import accounting
-from dpscale.accounting import Accountant
 from dpscale.checks import complaint, require, require_choice, require_count, require_positive, require_probability
 from dpscale.momentum import MOMENTA, Momentum
-from dpscale.sampling import SAMPLERS, Adjacency, Sampling
+from dpscale.sampling import SAMPLERS, Accountant, Adjacency, Sampling
 from dpscale.scaling import RULES, Scaling
+
+if TYPE_CHECKING:  # it takes as long to import as torch, and training does without it
+    import dp_accounting
 
 _ADJACENCY_WORDS: dict[Adjacency, str] = {
     "add-remove": "two datasets are neighbours if one has one sample more than the other",
@@ -150,7 +149,7 @@ class Plan:
         sigma = self._sigma("noise_std")
         return sigma * self.bound if sigma > 0 else 0.0  # not 0·inf where the clip is off
 
-    def event(self, steps: int | None = None) -> dp_accounting.DpEvent:
+    def event(self, steps: int | None = None) -> "dp_accounting.DpEvent":
         """What ``steps`` steps release (all planned ones if not given), for an accountant."""
         sigma = self._sigma("event")
         return self.sampling.event(sigma, self._steps("event") if steps is None else steps)
@@ -168,6 +167,8 @@ class Plan:
 
     def calibrate(self, *, epsilon: float, delta: float) -> "Plan":
         """This plan with the least noise for which the planned steps cost at most ``epsilon`` at ``delta``."""
+        from dpscale import accounting
+
         target = self._target("Plan.calibrate", epsilon, delta)
         steps = self._steps("calibrate")
         sigma = accounting.calibrate_noise_multiplier(lambda sigma: self.sampling.event(sigma, steps), **target)
@@ -175,6 +176,8 @@ class Plan:
 
     def calibrate_steps(self, *, epsilon: float, delta: float) -> "Plan":
         """This plan with the most steps that cost at most ``epsilon`` at ``delta`` under its noise."""
+        from dpscale import accounting
+
         target = self._target("Plan.calibrate_steps", epsilon, delta)
         sigma = self._sigma("calibrate_steps")
         spent = self._epsilon(delta, MOST_STEPS, "rdp")  # never below "pld", and quick at any number of steps
@@ -239,6 +242,8 @@ class Plan:
         return plain
 
     def _epsilon(self, delta: float, steps: int | None, accountant: Accountant) -> float:
+        from dpscale import accounting
+
         return accounting.epsilon(self.event(steps), delta=delta, adjacency=self.adjacency, accountant=accountant)
 
     def _target(self, owner: str, epsilon: float, delta: float) -> dict[str, Any]:

@@ -21,20 +21,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import count
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import dp_accounting
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from dpscale.checks import is_number, require, require_count, require_positive
+
+if TYPE_CHECKING:  # it takes as long to import as torch, and sampling does without it
+    import dp_accounting
 
 Adjacency = Literal["add-remove", "replace-one", "zero-out"]
 """Which two datasets are neighbours: one sample more or less, one exchanged, or one made to contribute nothing."""
 
+Accountant = Literal["pld", "rdp"]
+"""Privacy loss distributions (tight), or Rényi DP (looser, older, shown for comparison)."""
+
 Indices = NDArray[np.int64]
-_OVERFLOW = 1e-6  # most probability per step that a Poisson batch does not fit one physical batch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,9 +110,9 @@ class Sampling(ABC):
         return 2 if self.adjacency == "replace-one" else 1
 
     @property
-    def physical_batch(self) -> int:
-        """The one shape to which logical batches are padded."""
-        return self.batch
+    def spread(self) -> float:
+        """The standard deviation of a batch's size."""
+        return 0.0
 
     def steps(self, epochs: float) -> int:
         """ceil(epochs · size / batch), in exact arithmetic: the number of steps in so many epochs.
@@ -120,7 +123,7 @@ class Sampling(ABC):
         """
         return math.ceil(_fraction(type(self).__name__, epochs) * Fraction(self.size, self.batch))
 
-    def event(self, noise_multiplier: float, steps: int) -> dp_accounting.DpEvent:
+    def event(self, noise_multiplier: float, steps: int) -> "dp_accounting.DpEvent":
         """What ``steps`` steps release, for an accountant; nothing (`NoOpDpEvent`) after 0 steps.
 
         ``noise_multiplier`` is noise std / bound, whatever the adjacency. The Gaussian inside the event has noise
@@ -130,6 +133,8 @@ class Sampling(ABC):
         ok = is_number(noise_multiplier) and 0 <= noise_multiplier < math.inf
         require(ok, owner, "noise_multiplier", "a finite number >= 0", noise_multiplier)
         require_count(owner, "steps", steps, least=0, action="Count the steps taken so far.")
+        import dp_accounting
+
         if steps == 0:
             return dp_accounting.NoOpDpEvent()
         return self._compose(dp_accounting.GaussianDpEvent(noise_multiplier / self.sensitivity_factor), steps)
@@ -153,7 +158,7 @@ class Sampling(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent: ...
+    def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent": ...
 
     def describe(self) -> str:
         """The sampler in plain words."""
@@ -175,16 +180,17 @@ class Poisson(Sampling):
     adjacency: Adjacency = field(init=False, default="add-remove")
 
     @property
-    def physical_batch(self) -> int:
-        """A multiple of 8 that a logical batch exceeds with probability below 1e-6 per step; at most ``size``."""
-        fits = int(stats.binom.isf(_OVERFLOW / 2, self.size, self.rate))
-        return min(self.size, -(-fits // 8) * 8)
+    def spread(self) -> float:
+        """√(size · rate · (1 - rate)), as of a binomial count."""
+        return math.sqrt(self.batch * (1 - self.rate))
 
     def _draw(self, rng: np.random.Generator) -> Indices:
         # Independent coins = a binomial count, then a uniform subset of that size; cheaper than `size` coins.
         return _subset(rng, self.size, int(rng.binomial(self.size, self.rate)))
 
-    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+    def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
+        import dp_accounting
+
         return dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(self.rate, gaussian), steps)
 
 
@@ -206,7 +212,9 @@ class FixedSize(Sampling):
     def _draw(self, rng: np.random.Generator) -> Indices:
         return _subset(rng, self.size, self.batch)
 
-    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+    def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
+        import dp_accounting
+
         sampled = dp_accounting.SampledWithoutReplacementDpEvent(self.size, self.batch, gaussian)
         return dp_accounting.SelfComposedDpEvent(sampled, steps)
 
@@ -228,7 +236,9 @@ class FullBatch(Sampling):
     def _draw(self, rng: np.random.Generator) -> Indices:
         return np.arange(self.size, dtype=np.int64)
 
-    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+    def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
+        import dp_accounting
+
         return dp_accounting.SelfComposedDpEvent(gaussian, steps)
 
 
@@ -273,7 +283,9 @@ class Shuffled(Sampling):
                 yield order[step * self.batch : (step + 1) * self.batch]
             epoch, first = epoch + 1, 0
 
-    def _compose(self, gaussian: dp_accounting.GaussianDpEvent, steps: int) -> dp_accounting.DpEvent:
+    def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
+        import dp_accounting
+
         return dp_accounting.SelfComposedDpEvent(gaussian, -(-steps // self.steps_per_epoch))
 
 

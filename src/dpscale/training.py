@@ -24,6 +24,7 @@ from dpscale.noise import Key, Noise
 from dpscale.plan import Plan
 from dpscale.run import RunState
 from dpscale.sampling import Draw
+from dpscale.shapes import Sizes
 
 log = logging.getLogger("dpscale")
 
@@ -66,10 +67,11 @@ class Private:
         self._state = RunState()
         self._key = Key(seed)
         self._noise = Noise(self._key)
-        self._engine = Engine(model, compile=compile)
+        self._sizes = Sizes.of(plan.sampling, micro_batch)
+        self._engine = Engine(model, compile=compile, any_size=len(self._sizes.rows) > 1)
         self._guard = Guard(optimizer, self)
         self._micro_batch = micro_batch
-        self._padding = Padding(micro_batch or plan.sampling.physical_batch) if compile else None
+        self._padding = Padding() if compile else None
         self._dataset: Any = None  # whose samples have a place that must stay
         self._structure: Structure | None = None
         self._parameters()
@@ -297,12 +299,11 @@ class Private:
             return _nothing(parameters, device_of(data), self.plan.bound)
         points = momentum.points()
         padding = None if self._per_sample else self._padding
-        size = padding.rows if padding else self._micro_batch or count
+        split = (self._sizes if padding else Sizes((self._micro_batch or count,))).parts(count)
         parts: list[ScaledSum] = []
-        rest = [part_of(data, slice(k, k + size), count) for k in range(size, count, size)] if batch.singles else []
-        for begin in range(0, count, size):
-            rows = slice(begin, min(begin + size, count))
-            part, length = part_of(data, rows, count), rows.stop - begin
+        rest = [part_of(data, rows, count) for rows, _ in split[1:]] if batch.singles else []
+        for rows, size in split:
+            part, length = part_of(data, rows, count), rows.stop - rows.start
 
             def summed(data: Any, mask: Tensor, rows: slice = rows) -> ScaledSum:
                 def remember(grads: dict[str, Tensor], own: slice) -> Mapping[str, Tensor]:
@@ -311,13 +312,13 @@ class Private:
 
                 return self._engine.scaled_sum(
                     loss_fn, data, self.plan.scaling, mask, points if len(points) > 1 else None,
-                    keep=count > size and not parts, change=remember if self._per_sample else None,
+                    keep=len(split) > 1 and not parts, change=remember if self._per_sample else None,
                     singles=None if parts else batch.singles, rest=rest, rows=batch.rows_in(rows),
                 )  # fmt: skip
 
             with _memory_advice(size):
                 if padding:
-                    out = padding(part, length, summed)
+                    out = padding(part, length, size, summed)
                 else:
                     out = summed(part, torch.ones(length, dtype=torch.bool, device=device_of(part)))
             if parts:  # added at once: a compiled step overwrites its own answer
@@ -422,9 +423,8 @@ def privatize(
         seed: None for the operating system's randomness; an integer makes the run reproducible, and its noise
             guessable.
         micro_batch: rows per forward of `Private.step`; None for a whole batch. A matter of memory and speed: results
-            do not depend on it. A compiled step has one shape, so it is padded: a Poisson draw of 512 on average to 632
-            rows, so that (nearly) all fit; in parts of 64, to 544 on average. In a loop of your own the forward is
-            yours, on the rows drawn.
+            do not depend on it. For a compiled step, Poisson draws are padded to a few sizes: 512 rows on average to
+            524. In a loop of your own the forward is yours, on the rows drawn.
         compile: trace and compile `Private.step` at its first batch, which takes from seconds to a minute and pays over
             a long run. None: on CUDA only. What cannot be compiled runs eagerly, with one line that says why. Numbers
             that ``loss_fn`` reads from attributes of objects that are no modules of the model are taken as they are at

@@ -38,7 +38,7 @@ def traced_last(monkeypatch):
     graphs = []
     trace = step.traced
     monkeypatch.setattr(
-        step, "traced", lambda whole, inputs, _: graphs.append(trace(whole, inputs, True)) or graphs[-1]
+        step, "traced", lambda whole, inputs, _, rows: graphs.append(trace(whole, inputs, True, rows)) or graphs[-1]
     )
     monkeypatch.setattr(normalization, "_native", torch.Tensor.is_contiguous)
     return graphs
@@ -68,8 +68,9 @@ def test_channels_last_changes_the_layout_alone(monkeypatch, flatten, last):
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in images) == last
 
 
+@pytest.mark.parametrize("any_size", [False, True], ids=["", "any size"])
 @pytest.mark.parametrize("relu", [F.relu, F.relu_], ids=["", "in place"])
-def test_no_image_is_laid_out_anew(monkeypatch, relu):
+def test_no_image_is_laid_out_anew(monkeypatch, relu, any_size):
     """But for the first, the batch's own; and norms and sums are the oracle's."""
     torch.manual_seed(0)
     model = Images(lambda x: x.flatten(1), relu)
@@ -78,13 +79,14 @@ def test_no_image_is_laid_out_anew(monkeypatch, relu):
     batch = torch.randn(3, 2, 4, 6).double(), torch.tensor([0, 2, 1])
     rule, mask = dpscale.PSASC(C=1.0, s=0.5, r=0.1), torch.ones(3, dtype=torch.bool)
     graphs = traced_last(monkeypatch)
-    ours = Engine(model, compile=lambda graph, _: graph).scaled_sum(losses, batch, rule, mask)
+    ours = Engine(model, compile=lambda graph, _: graph, any_size=any_size).scaled_sum(losses, batch, rule, mask)
     sums, norms, _ = reference_sum(model, losses, batch, rule, mask)
     for name, g in sums.items():
         torch.testing.assert_close(ours.grads[name], g)
     torch.testing.assert_close(ours.norms, norms)
+    assert len(graphs) == 1
     values = {n: n.meta.get("val") for n in graphs[0].graph.nodes if n.op == "call_function"}
-    images = {n: t for n, t in values.items() if isinstance(t, torch.Tensor) and t.shape == (3, 4, 4, 6)}
+    images = {n: t for n, t in values.items() if isinstance(t, torch.Tensor) and t.shape[1:] == (4, 4, 6)}
     assert len(images) > 12
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in images.values())
     copied = [n for n, t in images.items() if n.target is torch.ops.aten.clone.default]

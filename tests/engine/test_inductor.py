@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpscale.engine.kernels  # noqa: F401  (registers the operations)
+from dpscale.engine.compat import trace_any_size
 from dpscale.engine.compile import inductor
 
 aten = torch.ops.aten
@@ -68,6 +69,28 @@ def test_a_padded_gradient_is_written_once(permuted):
     found = changed(lambda *t: padded_twice(*t, permuted=permuted), *inputs, change=inductor._pad_once)
     assert (aten.cat.default in found) is not permuted
     assert found.get(aten.constant_pad_nd.default, 0) == 2 * permuted
+
+
+def test_a_padded_gradient_is_written_once_whatever_the_size_of_the_batch():
+    def function(x, a, w, m):
+        g = x * 2
+        flat = g.view(-1, 19)
+        found = torch.ops.dpscale.weigh_wide(a, F.pad(flat, (0, 13)).view(-1, 4, 32), w)
+        return flat @ m, found, F.pad(g, (0, 5)).cos(), flat.sum(1)
+
+    def inputs(rows):
+        return torch.randn(rows, 4, 19), torch.randn(rows, 4, 5), torch.rand(rows), torch.randn(19, 2)
+
+    graph = trace_any_size(function, inputs(3), batched=range(3))
+    inductor._pad_once(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    targets = [n.target for n in graph.graph.nodes]
+    assert aten.cat.default in targets and aten.constant_pad_nd.default not in targets
+    for rows in (2, 7):
+        given = inputs(rows)
+        for found, expected in zip(graph(*given), function(*given), strict=True):
+            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ def batch_size(batch: Any) -> tuple[int, torch.device]:
     tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
     if not tensors:
         raise complaint("scaled_sum", "batch", "a pytree that holds at least one tensor", type(batch).__name__)
-    if len({t.shape[:1] for t in tensors}) > 1 or not tensors[0].ndim:
+    sizes = [t.shape[0] if t.ndim else None for t in tensors]  # compared, not hashed: a symbol cannot be
+    if sizes[0] is None or any(size != sizes[0] for size in sizes):
         must, shapes = "tensors that agree in their first dimension, the batch", [tuple(t.shape) for t in tensors]
         raise complaint("scaled_sum", "batch", must, shapes, "Put what is not per sample into loss_fn's closure.")
     return tensors[0].shape[0], tensors[0].device

@@ -4,8 +4,10 @@ Other modules import these from here and touch no private name themselves, so th
 checked in one place. What is slow to import is imported inside a function.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import builtins
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -14,8 +16,6 @@ from torch import Tensor, nn
 
 # Tells tensors that stand for no values. If it goes: a dispatch mode that notes what it makes.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # What all batch norms have in common, lazy ones too. If it goes: a tuple of nn.BatchNorm1d, nn.LazyBatchNorm1d, ….
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -75,7 +75,82 @@ def is_tree_node(made: type) -> bool:
 
 def trace_on_fakes(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
     """A function as one graph of tensor operations, traced on fake tensors. If it goes: `torch.export`."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def trace_any_size(
+    function: Callable[..., Any], inputs: Sequence[Tensor], batched: Collection[int]
+) -> torch.fx.GraphModule:
+    """As `trace_on_fakes`, with a symbol for the rows of the inputs ``batched``. If it goes: a trace for each size.
+
+    What was decided on the way by the size of an example is kept as a condition: see `holds_for`.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=(shapes := ShapeEnv()))
+    rows = _unlike_any(len(inputs[next(iter(batched))]), {n for t in inputs for n in t.shape})
+
+    def any_size(t: Tensor) -> Tensor:
+        dims = [DimDynamic.DUCK, *[DimDynamic.STATIC] * (t.ndim - 1)]  # sizes that are equal are one symbol
+        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=dims)
+        example = t.new_empty(rows, *t.shape[1:])
+        return fake.from_tensor(example, symbolic_context=context, source=ConstantSource("rows"))
+
+    fakes = [any_size(t) if k in batched else fake.from_tensor(t, static_shapes=True) for k, t in enumerate(inputs)]
+    with _len_of_any_size():
+        graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
+    if shapes.replacements:
+        raise RuntimeError("an operation needs to know the size of the batch")
+    return graph
+
+
+def _unlike_any(size: int, sizes: Collection[int]) -> int:
+    """A prime above ``size`` that is none of these: nothing else is taken for the number of rows by mistake."""
+    primes = (n for n in itertools.count(max(size, 2) + 1) if all(n % d for d in range(2, n) if d * d <= n))
+    return next(n for n in primes if n not in sizes)
+
+
+@contextmanager
+def _len_of_any_size() -> Iterator[None]:
+    """``len(t)`` is the symbol where a tensor has one. Python's own makes a plain number of it: the example's."""
+    plain = builtins.len
+
+    def length(value: Any) -> Any:
+        symbolic = isinstance(value, FakeTensor) and value.ndim and isinstance(value.shape[0], torch.SymInt)
+        return value.shape[0] if symbolic else plain(value)
+
+    builtins.len = length
+    try:
+        yield
+    finally:
+        builtins.len = plain
+
+
+def example_size(size: int) -> int:
+    """A size, or the example of one that is a symbol: for choices that are right for every size."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def holds_for(graph: torch.fx.GraphModule, rows: int) -> bool:
+    """Whether what was decided while a graph was traced and compiled for any size holds for batches of this one."""
+    values = (node.meta["val"] for node in graph.graph.find_nodes(op="placeholder"))
+    size = next(t.shape[0] for t in values if t.ndim and isinstance(t.shape[0], torch.SymInt))
+    symbol = size.node._expr  # by its name, whatever it was found to equal
+    return rows > 1 and all(bool(guard.expr.xreplace({symbol: rows})) for guard in size.node.shape_env.guards)
+
+
+def weak_view(t: Tensor) -> Tensor:
+    """A tensor over the same memory that does not keep it: a CUDA graph's answer, where the next graph may write.
+
+    If it goes: the tensor itself, and each graph keeps memory of its own.
+    """
+    data = t.untyped_storage()
+    weak = torch._C._construct_storage_from_data_pointer(data.data_ptr(), t.device, data.nbytes())
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(weak, t.storage_offset(), t.shape, t.stride())
 
 
 def compile_graph(
@@ -90,10 +165,13 @@ def compile_graph(
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    # Without an environment of shapes the compiler's cache on disk is passed by: every run would compile anew.
-    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    fakes = [fake.from_tensor(t, static_shapes=True) for t in inputs]
+    fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    if not any(isinstance(size, torch.SymInt) for t in fakes for size in t.shape):
+        # Without an environment of shapes the compiler's cache on disk is passed by: every run would compile anew.
+        fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        fakes = [fake.from_tensor(t, static_shapes=True) for t in inputs]
     table: dict[Any, Callable[..., Any]] = {**select_decomp_table(), **decompositions}
     compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=table)
     return compiled  # type: ignore[no-any-return]

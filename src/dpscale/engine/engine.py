@@ -71,16 +71,17 @@ class Engine:
     Args:
         model: any module that treats samples apart. It is not kept alive.
         compile: trace and compile the step at its first batch; or what compiles the traced graph.
+        any_size: compile it once for batches of any size, if that can be done.
     """
 
-    def __init__(self, model: nn.Module, *, compile: bool | Backend = False) -> None:
+    def __init__(self, model: nn.Module, *, compile: bool | Backend = False, any_size: bool = False) -> None:
         self._model = weakref.ref(model)
         self._sites = Sites()
         self._schedule = Schedule()
         self._looked: dict[Any, Looked] = {}
         self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
         backend = inductor if compile is True else compile
-        self._compiled = CompiledSum(model, backend) if backend else None
+        self._compiled = CompiledSum(model, backend, any_size) if backend else None
         self.recorder = Recorder(self)
 
     @property

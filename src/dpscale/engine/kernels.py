@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpscale.engine.compat import example_size
+
 try:
     import triton
     import triton.language as tl
@@ -83,12 +85,12 @@ def gram_norm2(a_BTI: Tensor, g_BTO: Tensor) -> tuple[Tensor, Tensor]:
     length, long = a_BTI.shape[1], max(a_BTI.shape[2], g_BTO.shape[2]) > LONG
     if not long:
         a, g = (_rows_side_by_side(aligned(t)) for t in (a_BTI, g_BTO))
-        parts, sizes = torch.ops.dpscale.gram_norm2(a, g, _precision())
+        parts, sizes = torch.ops.dpscale.gram_norm2(a, g, _block(a), _precision())
         return parts.sum(1), sizes
     # One operand is so long that a sample's few tiles would keep few processors busy for long: its tiles are made in
     # parts, and are small enough to be written.
     tiles_a, tiles_g = (
-        torch.ops.dpscale.gram_tiles(_rows_side_by_side(aligned(t)), _precision()) for t in (a_BTI, g_BTO)
+        torch.ops.dpscale.gram_tiles(_rows_side_by_side(aligned(t)), _block(t), _precision()) for t in (a_BTI, g_BTO)
     )
     product = upper_product(tiles_a, tiles_g, a_BTI.shape[2], g_BTO.shape[2])  # (B, pairs, block, block)
     block = product.shape[2]
@@ -183,8 +185,9 @@ def weigh(x_BHWC: Tensor, g_BRSO: Tensor, weights_B: Tensor, window: Window = PO
     if not x_BHWC.is_cuda:
         return torch.einsum("b,btoc->toc", weights, products_plain(x_BHWC, g_BRSO, window))
     x, g = _rows_side_by_side(x_BHWC), _rows_side_by_side(g_BRSO)
-    parts: Tensor = torch.ops.dpscale.weigh_products(x, g, weights, window.numbers(), _precision())
-    return parts.sum(0) if len(parts) > 1 else parts[0]
+    runs = _weighted_parts(x, g, window.numbers())
+    parts: Tensor = torch.ops.dpscale.weigh_products(x, g, weights, window.numbers(), runs, _precision())
+    return parts.sum(0) if runs > 1 else parts[0]
 
 
 def weigh_wide(a_BTI: Tensor, g_BTO: Tensor, weights_B: Tensor) -> Tensor:
@@ -364,11 +367,16 @@ if triton is not None:
         tl.store(where, acc * weight, mask=(os < outputs)[:, None] & (cs < channels)[None, :])
 
 
-def _blocks(length: int, samples: int) -> tuple[int, int]:
-    """(Positions in a tile, pairs of tiles on or above the diagonal). Large tiles where there are programs enough."""
-    block = 128 if length >= 128 and samples >= 44 else 64 if length >= 64 else 32
+def _block(t_BTC: Tensor) -> int:
+    """Positions in a tile: large tiles where there are programs enough."""
+    samples, length, _ = t_BTC.shape
+    return 128 if length >= 128 and example_size(samples) >= 44 else 64 if length >= 64 else 32
+
+
+def _pairs(length: int, block: int) -> int:
+    """Pairs of tiles on or above the diagonal."""
     tiles = -(-length // block)
-    return block, tiles * (tiles + 1) // 2
+    return tiles * (tiles + 1) // 2
 
 
 def _rows_side_by_side(t: Tensor) -> Tensor:
@@ -377,10 +385,10 @@ def _rows_side_by_side(t: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("dpscale::gram_norm2", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
-def _gram_norm2(a: Tensor, g: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+def _gram_norm2(a: Tensor, g: Tensor, block: int, precision: str) -> tuple[Tensor, Tensor]:
     a, g = _rows_side_by_side(a), _rows_side_by_side(g)
     samples, t, i = a.shape
-    block, pairs = _blocks(t, samples)
+    pairs = _pairs(t, block)
     out = torch.empty(samples, pairs, dtype=torch.float32, device=a.device)
     sizes = torch.empty(samples, t, dtype=torch.float32, device=a.device)
     launch: Any = _gram_kernel[(pairs, samples)]
@@ -392,16 +400,16 @@ def _gram_norm2(a: Tensor, g: Tensor, precision: str) -> tuple[Tensor, Tensor]:
 
 
 @_gram_norm2.register_fake
-def _(a: Tensor, g: Tensor, precision: str) -> tuple[Tensor, Tensor]:
-    shape = len(a), _blocks(a.shape[1], len(a))[1]
+def _(a: Tensor, g: Tensor, block: int, precision: str) -> tuple[Tensor, Tensor]:
+    shape = a.shape[0], _pairs(a.shape[1], block)
     return a.new_empty(shape, dtype=torch.float32), a.new_empty(a.shape[:2], dtype=torch.float32)
 
 
 @torch.library.custom_op("dpscale::gram_tiles", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
-def _gram_tiles(t: Tensor, precision: str) -> Tensor:
+def _gram_tiles(t: Tensor, block: int, precision: str) -> Tensor:
     t = _rows_side_by_side(t)
     samples, length, features = t.shape
-    block, pairs = _blocks(length, samples)
+    pairs = _pairs(length, block)
     step = 128 // t.element_size()
     parts = max(1, min(features // (8 * step), 264 // (pairs * samples)))
     each = -(-features // (parts * step)) * step
@@ -416,9 +424,8 @@ def _gram_tiles(t: Tensor, precision: str) -> Tensor:
 
 
 @_gram_tiles.register_fake
-def _(t: Tensor, precision: str) -> Tensor:
-    block, pairs = _blocks(t.shape[1], len(t))
-    return t.new_empty(t.shape[0], pairs, block, block, dtype=torch.float32)
+def _(t: Tensor, block: int, precision: str) -> Tensor:
+    return t.new_empty(t.shape[0], _pairs(t.shape[1], block), block, block, dtype=torch.float32)
 
 
 def _launch(
@@ -476,14 +483,18 @@ def _shape(channels: int, outputs: int, size: int) -> tuple[int, int, int, int]:
 
 
 def _weighted_parts(x: Tensor, g: Tensor, window: Sequence[int]) -> int:
-    """Runs of samples that keep all processors busy: as few as possible of those that leave no long tail."""
+    """Runs of samples that keep all processors busy: as few as possible of those that leave no long tail.
+
+    They serve any number of samples: there may be runs of none.
+    """
+    samples = example_size(x.shape[0])
     bo, bc, *_ = _shape(x.shape[-1], g.shape[-1], x.element_size())
     tiles = window[0] * window[1] * -(-g.shape[-1] // bo) * -(-x.shape[-1] // bc)
     places = 2 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 8
-    choices = sorted({-(-len(x) // each) for each in range(1, len(x) + 1)})
+    choices = sorted({-(-samples // each) for each in range(1, samples + 1)})
 
     def cost(parts: int) -> float:  # rounds of programs, the samples that each goes through, and the sums to add up
-        return -(-tiles * parts // places) * (-(-len(x) // parts) + 1) + 0.05 * parts * tiles / places
+        return -(-tiles * parts // places) * (-(-samples // parts) + 1) + 0.05 * parts * tiles / places
 
     return min(choices, key=cost)
 
@@ -505,7 +516,7 @@ def _square_products(x: Tensor, g: Tensor, window: Sequence[int], precision: str
 
 @_square_products.register_fake
 def _(x: Tensor, g: Tensor, window: Sequence[int], precision: str) -> Tensor:
-    return x.new_empty(len(x), dtype=torch.float32)
+    return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("dpscale::keep_products", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
@@ -517,12 +528,11 @@ def _keep_products(x: Tensor, g: Tensor, window: Sequence[int], precision: str) 
 
 @_keep_products.register_fake
 def _(x: Tensor, g: Tensor, window: Sequence[int], precision: str) -> Tensor:
-    return x.new_empty(len(x), window[0] * window[1], g.shape[-1], x.shape[-1])
+    return x.new_empty(x.shape[0], window[0] * window[1], g.shape[-1], x.shape[-1])
 
 
 @torch.library.custom_op("dpscale::weigh_products", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
-def _weigh_products(x: Tensor, g: Tensor, weights: Tensor, window: Sequence[int], precision: str) -> Tensor:
-    parts = _weighted_parts(x, g, window)
+def _weigh_products(x: Tensor, g: Tensor, weights: Tensor, window: Sequence[int], parts: int, precision: str) -> Tensor:
     shape = parts, window[0] * window[1], g.shape[-1], x.shape[-1]
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
     if list(window) == POINT.numbers() and x.shape[1] == 1 and _fetched(x) and _fetched(g):
@@ -533,6 +543,6 @@ def _weigh_products(x: Tensor, g: Tensor, weights: Tensor, window: Sequence[int]
 
 
 @_weigh_products.register_fake
-def _(x: Tensor, g: Tensor, weights: Tensor, window: Sequence[int], precision: str) -> Tensor:
-    shape = _weighted_parts(x, g, window), window[0] * window[1], g.shape[-1], x.shape[-1]
+def _(x: Tensor, g: Tensor, weights: Tensor, window: Sequence[int], parts: int, precision: str) -> Tensor:
+    shape = parts, window[0] * window[1], g.shape[-1], x.shape[-1]
     return x.new_empty(shape, dtype=torch.float32)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from dpscale.accounting import Accountant
 from dpscale.checks import require
 from dpscale.lab import compare, presets, records, summary
 from dpscale.lab.datasets import DataError, stored
@@ -19,7 +18,7 @@ from dpscale.lab.queue import Begun, Finished
 from dpscale.lab.records import Record
 from dpscale.lab.summary import Row
 from dpscale.plan import Plan
-from dpscale.sampling import FullBatch, Poisson
+from dpscale.sampling import Accountant, FullBatch, Poisson
 from dpscale.scaling import Clip
 
 ACCURACY: dict[str, dict[str, float]] = {

@@ -31,6 +31,7 @@ from dpscale.noise import Key
 from dpscale.plan import Plan
 from dpscale.sampling import FullBatch, Poisson, Sampling
 from dpscale.scaling import Clip
+from dpscale.shapes import Sizes
 from dpscale.training import privatize
 
 NOT_PRIVATE = "Not private: plain SGD without clipping and without noise. It is here for comparison only."
@@ -313,12 +314,12 @@ def _sampling(config: Config, samples: int) -> Sampling:
     return Poisson(size=samples, batch=max(1, round(config.batch * samples / size(config))))
 
 
-def _rows(config: Config, data: Data) -> int | None:
-    """Rows of a part of a batch, or of all of it, padded. On CUDA a try's is padded like a final run's: one compiled
-    step serves both."""
+def _plain_rows(config: Config, data: Data) -> int | None:
+    """Rows of a part of a plain batch, or of all of it. On CUDA, padded: a try's like a final run's, so that one
+    compiled step serves both."""
     if config.micro_batch is not None or not data.train_labels.is_cuda:
         return config.micro_batch
-    return max(_sampling(config, samples).physical_batch for samples in (data.size, size(config)))
+    return max(Sizes.of(_sampling(config, samples)).rows[-1] for samples in (data.size, size(config)))
 
 
 def _statement(plan: Plan, config: Config, seed: int) -> str:
@@ -382,7 +383,7 @@ def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data, watch: _W
     optimizer, losses, parameters = _optimizer(model, job), _losses_of(job.config), trainable(model)
     assert plan.steps is not None
     compiled = data.train_labels.is_cuda or plan.steps >= _LONG
-    private = privatize(model, optimizer, plan, seed=job.seed, micro_batch=_rows(job.config, data), compile=compiled)
+    private = privatize(model, optimizer, plan, seed=job.seed, micro_batch=job.config.micro_batch, compile=compiled)
     schedule = _schedule(optimizer, job.config, plan.steps)
     gamma1 = getattr(plan.momentum, "gamma1", 1.0)
     released = diagnostics.Released(optimizer, parameters, gamma1) if job.config.diagnostics else None
@@ -425,7 +426,7 @@ def _train_plain(model: nn.Module, job: Job, data: Data) -> Iterator[_Step]:
         chosen = torch.from_numpy(next(draws)).to(data.train_labels.device)
         optimizer.zero_grad()
         seen = []
-        for rows, drawn in _parts(chosen, _rows(job.config, data)):
+        for rows, drawn in _parts(chosen, _plain_rows(job.config, data)):
             each = losses(model, (data.train_images[rows], data.train_labels[rows])) * drawn
             (each.sum() / sampling.batch).backward()
             seen.append(each.detach().sum())

@@ -97,7 +97,7 @@ def _passes(images: bool) -> Any:
         for node in _shared(module.graph) if images else ():
             node.meta["inductor_realize_to_strides"] = True
 
-    return graph_pass(run, f"dpscale-passes-4-{images}")
+    return graph_pass(run, f"dpscale-passes-5-{images}")
 
 
 def _draws(graph: torch.fx.Graph) -> int:
@@ -123,17 +123,23 @@ def _pad_once(graph: torch.fx.Graph) -> None:
         if added < PIECES or not whole_lines or not any(_for_kernel(pad) for pad in padded):
             continue
         with value.fake_mode, graph.inserting_before(source.next):
+            rows = [
+                _call(graph, aten.sym_size.int, source, d) if isinstance(n, torch.SymInt) else n
+                for d, n in enumerate(value.shape[:-1])
+            ]
             pieces = [source]
             for width in (*[1] * (PIECES - 1), added - PIECES + 1):
                 like = {"dtype": value.dtype, "device": value.device}
-                pieces.append(_call(graph, aten.full.default, [*value.shape[:-1], width], 0, **like))
+                pieces.append(_call(graph, aten.full.default, [*rows, width], 0, **like))
             whole = _call(graph, aten.cat.default, pieces, last)
             part = _call(graph, aten.slice.Tensor, whole, last, 0, columns)
-        source.replace_all_uses_with(part, delete_user_cb=lambda user, whole=whole: user is not whole)
+        source.replace_all_uses_with(part, delete_user_cb=lambda user, own=(whole, *rows): user not in own)
         for pad in padded:
             with graph.inserting_before(pad):
                 wanted = _call(graph, aten.slice.Tensor, whole, last, 0, columns + _added_columns(pad))
-                wanted = _call(graph, aten.reshape.default, wanted, list(pad.meta["val"].shape))
+                # At most one of its dimensions holds the batch, whose size may be open.
+                shape = [-1 if isinstance(n, torch.SymInt) else n for n in pad.meta["val"].shape]
+                wanted = _call(graph, aten.reshape.default, wanted, shape)
             pad.replace_all_uses_with(wanted)
             graph.erase_node(pad)
 

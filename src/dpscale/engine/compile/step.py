@@ -1,8 +1,9 @@
-"""The same computation traced whole, compiled, and on CUDA replayed as one graph, at a fixed physical shape.
+"""The same computation traced whole, compiled, and on CUDA replayed as one graph.
 
 Forward, backward, norms, weights and sums are traced together into one graph of tensor operations, which the compiler
-can fuse across all of them. Poisson sampling never changes the shape (batches are padded and masked), so one trace
-serves a whole run.
+can fuse across all of them. Poisson sampling draws batches of any size, so the trace leaves the size open, and one
+compiled step serves a whole run; a CUDA graph is recorded for each of the few sizes that batches are padded to. A model
+that needs to know the size (it loops over its samples) is compiled for each of them.
 
 What a graph cannot have is a branch on values. The second look at samples whose gradients are not finite is left to
 the eager path: the graph says whether it was needed, and the caller then asks there.
@@ -22,7 +23,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpscale.engine.arguments import LossFn, Points, kind_of, shapes_of
 from dpscale.engine.combine import ScaledSum, evaluate, exactly, gradients, weigh
-from dpscale.engine.compat import trace_on_fakes, tree_flatten, tree_leaves, tree_unflatten
+from dpscale.engine.compat import (
+    holds_for,
+    trace_any_size,
+    trace_on_fakes,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    weak_view,
+)
 from dpscale.engine.compile.finite_flag import FiniteFlag, publish
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import identity
@@ -37,7 +46,7 @@ log = logging.getLogger("dpscale")
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 """All but the memory-efficient one: in a graph that holds its forward and backward together it fails to launch."""
 
-MOST = 8
+MOST = 12
 """Steps that are compiled for one run; each takes up to a minute, and on CUDA the memory of a step."""
 
 Evaluate = Callable[[Points, Any, Tensor], Any]
@@ -51,16 +60,17 @@ Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """From a traced graph and example inputs to something that runs it."""
 
 
-def traced(step: Callable[..., Any], inputs: list[Tensor], last: bool) -> torch.fx.GraphModule:
+def traced(step: Callable[..., Any], inputs: list[Tensor], last: bool, batched: range) -> torch.fx.GraphModule:
     """On fake tensors: nothing is computed, and a model's own looks at values (a mask of ones?) do not branch.
 
     Args:
         last: with images channels last, if the model bears it.
+        batched: which inputs may have any number of rows.
     """
 
     def trace(last: bool) -> torch.fx.GraphModule:
         with channels_last(last):
-            return trace_on_fakes(step, inputs)
+            return trace_any_size(step, inputs, batched) if batched else trace_on_fakes(step, inputs)
 
     try:
         return trace(last)
@@ -71,7 +81,7 @@ def traced(step: Callable[..., Any], inputs: list[Tensor], last: bool) -> torch.
 
 
 class Compiled:
-    """One traced and compiled step, for batches of one shape.
+    """One traced and compiled step, for batches of one shape, or of any size.
 
     Args:
         parameters: the trainable parameters.
@@ -81,6 +91,7 @@ class Compiled:
         rule: from norm to weight.
         batch, mask: an example; the shapes of all that follow.
         backend: what compiles the traced graph.
+        any_size: leave the number of rows open.
     """
 
     def __init__(
@@ -93,6 +104,7 @@ class Compiled:
         batch: Any,
         mask: Tensor,
         backend: Backend,
+        any_size: bool = False,
     ) -> None:
         self._points = list(points)
         self._held = list(constants)
@@ -118,24 +130,31 @@ class Compiled:
 
         self._flag = FiniteFlag(mask.device)
         data = [leaves[k] for k in self._tensors]
-        self._strides = [t.stride() for t in data]
+        self._strides = [t.new_empty(t.shape).stride() if any_size else t.stride() for t in data]
         self._storage = self._places()
+        inputs = [*self._values(), *data, mask]
+        batched = range(len(inputs) - len(data) - 1, len(inputs) if any_size else 0)
         with phase("tracing"), sdpa_kernel(_ATTENTION):
-            graph = traced(step, [*self._values(), *data, mask], mask.is_cuda)
+            graph = traced(step, inputs, mask.is_cuda, batched)
         # Tensors that are no inputs (buffers, frozen parameters) are held by reference: as buffers of the graph they
         # follow whoever updates them in place.
         for name, t in [(n, t) for n, t in vars(graph).items() if isinstance(t, Tensor)]:
             delattr(graph, name)
             graph.register_buffer(name, t)
+        data = self._laid_out(data)
         with phase("compiling"), torch.no_grad():
             self._run = backend(graph, [*self._values(), *data, mask])
-            if not mask.is_cuda:
-                self._run(*self._values(), *data, mask)
-        self._replay: Callable[[], Any] | None = None
-        self._static: list[Tensor] = []
-        if mask.is_cuda:
-            with phase("recording"), torch.no_grad(), torch.cuda.device(mask.device):
-                self._capture_graph(data, mask)
+            self._run(*self._values(), *data, mask)
+        self._open = graph if any_size else None
+        self._takes = {len(mask): not any_size or holds_for(graph, len(mask))}
+        self._replays: dict[int, Callable[[list[Tensor]], Any]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if mask.is_cuda else None
+
+    def takes(self, rows: int) -> bool:
+        """Whether it is for batches of so many rows."""
+        if rows not in self._takes:
+            self._takes[rows] = self._open is not None and holds_for(self._open, rows)
+        return self._takes[rows]
 
     def __call__(self, batch: Any, mask: Tensor, coefficients: Sequence[float]) -> list[Tensor]:
         """The gradients by name, the norms, the weights and the losses of a batch of the example's shape.
@@ -147,17 +166,10 @@ class Compiled:
             self._last = list(coefficients)
             self._coefficients.copy_(torch.tensor(self._last, dtype=torch.float64))
         data = [leaves[k] for k in self._tensors]
+        run = self._replayed([*data, mask]) if mask.is_cuda else self._launched
         self._flag.expect()
         with torch.no_grad(), self._flag.listening():
-            if self._replay is None:
-                data = [t if t.stride() == s else _laid_out(t, s) for t, s in zip(data, self._strides, strict=True)]
-                outputs = self._run(*self._values(), *data, mask)
-            else:
-                with torch.cuda.device(mask.device):
-                    for buffer, t in zip(self._static, [*data, mask], strict=True):
-                        buffer.copy_(t, non_blocking=True)
-                    outputs = self._replay()
-        return list(outputs)
+            return list(run([*data, mask]))
 
     def all_finite(self) -> bool:
         """Whether all norms of the last batch are finite, the masked ones too: if not, its answer is none. Waits."""
@@ -177,10 +189,28 @@ class Compiled:
         weights = [w[n].detach() for w in self._points for n in self.names]
         return [*weights, self._coefficients, self._constants]
 
-    def _capture_graph(self, data: list[Tensor], mask: Tensor) -> None:
-        """Record the compiled step once as a CUDA graph over buffers of its own; parameters are read where they are."""
-        self._static = [t.clone() for t in (*data, mask)]
-        inputs = [*self._values(), *self._static]
+    def _laid_out(self, data: list[Tensor]) -> list[Tensor]:
+        """The batch as the compiled step takes it."""
+        return [t if t.stride() == s else _strided(t, s) for t, s in zip(data, self._strides, strict=True)]
+
+    def _launched(self, batch: list[Tensor]) -> Any:
+        return self._run(*self._values(), *self._laid_out(batch[:-1]), batch[-1])
+
+    def _replayed(self, batch: list[Tensor]) -> Callable[[list[Tensor]], Any]:
+        """What replays the step at the size of this batch; recorded when the size is met first."""
+        rows = len(batch[-1])
+        if rows not in self._replays:
+            with phase("recording"), torch.no_grad(), torch.cuda.device(batch[-1].device):
+                self._replays[rows] = self._recorded(batch)
+        return self._replays[rows]
+
+    def _recorded(self, batch: list[Tensor]) -> Callable[[list[Tensor]], Any]:
+        """The compiled step at one size as a CUDA graph over buffers of its own; parameters are read where they are.
+
+        The graphs of all sizes share their memory, that of their answers too: one of them runs at a time.
+        """
+        static = [t.clone() for t in (*self._laid_out(batch[:-1]), batch[-1])]
+        inputs = [*self._values(), *static]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -189,17 +219,22 @@ class Compiled:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph), self._flag.listening():
+            # Other threads may go on meanwhile, such as one that pins the memory of the next batches.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), self._flag.listening():
                 outputs = self._run(*inputs)
         except RuntimeError as error:  # an operation that cannot be recorded: compiled, but launched one by one
             log.info("dpscale: not replayed as a CUDA graph (%s)", str(error).splitlines()[0])
-            return
+            return self._launched
+        answers = [weak_view(t) for t in outputs]
 
-        def replay() -> Any:
-            graph.replay()
-            return outputs
+        def replay(batch: list[Tensor]) -> Any:
+            with torch.cuda.device(batch[-1].device):
+                for buffer, t in zip(static, batch, strict=True):
+                    buffer.copy_(t, non_blocking=True)
+                graph.replay()
+            return answers
 
-        self._replay = replay
+        return replay
 
 
 def constants_of(rule: Scaling) -> dict[str, float]:
@@ -223,7 +258,7 @@ def _with(rule: Scaling, constants: Mapping[str, Tensor]) -> Scaling:
     return given
 
 
-def _laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+def _strided(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
@@ -232,7 +267,7 @@ class _Key(NamedTuple):
 
     loss_fn: Any
     batch: Any
-    shapes: Any
+    rows: int | None  # None: any size; 0: every one of them, where it is impossible
     rule: Scaling
     points: Any
 
@@ -241,7 +276,7 @@ _ADVICE = {
     "loss_fn": "loss_fn is another one time and again, or reads numbers that change. Define it once, and give it what "
     "changes as part of the batch or as a tensor that is changed in place",
     "batch": "samples come in ever new shapes, or the model is switched time and again. Pad samples to one length",
-    "shapes": "batches come in ever new sizes",
+    "rows": "batches come in ever new sizes",
     "attributes": "an attribute of a module changes time and again. Make it a buffer, and change that in place",
 }
 
@@ -252,10 +287,11 @@ class CompiledSum:
     Args:
         model: its parameters must keep their storage, as they do under any torch optimizer.
         backend: what compiles the traced graph.
+        any_size: try to compile once for batches of any size.
     """
 
-    def __init__(self, model: nn.Module, backend: Backend) -> None:
-        self._model, self._backend = weakref.ref(model), backend
+    def __init__(self, model: nn.Module, backend: Backend, any_size: bool = False) -> None:
+        self._model, self._backend, self._any_size = weakref.ref(model), backend, any_size
         self._known: dict[_Key, Compiled | None] = {}
         self._read: dict[_Key, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}  # attributes before and after the tracing
         self._made, self._explained, self._switched = 0, False, 0
@@ -290,10 +326,21 @@ class CompiledSum:
     def _compiled(
         self, loss_fn: LossFn, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites
     ) -> Compiled | None:
+        for rows in (None, len(mask)) if self._any_size else (len(mask),):
+            made = self._for_rows(rows, loss_fn, run, batch, rule, mask, points, sites)
+            if made is not None and made.takes(len(mask)):
+                return made
+        return None
+
+    def _for_rows(
+        self, rows: int | None, loss_fn: LossFn, run: Run, batch: Any, rule: Scaling, mask: Tensor,
+        points: Points | None, sites: Sites,
+    ) -> Compiled | None:  # fmt: skip
+        """The compiled step for so many rows, or for any number; None where there is none."""
         model = self._model()
         assert model is not None
         found = structure(model)
-        key = self._key(loss_fn, found, batch, rule, points)
+        key = self._key(rows, loss_fn, found, batch, rule, points)
         known = self._known.get(key)
         values = found.attributes.values  # as the key has just seen them
         if known is not None and known.moved(found):
@@ -301,27 +348,31 @@ class CompiledSum:
         elif known is not None and self._other(key, values):
             self._switched += 1
             del self._known[key]
-        if key in self._known:
-            return self._known[key]
+        if key in self._known or key._replace(rows=0) in self._known:  # made, or found to be impossible
+            return self._known.get(key)
         if self._made >= MOST:
             self._explain(key)
             return None
-        self._made += 1
-        made = self._compile(model, run, batch, rule, mask, points, sites)
-        key = self._key(loss_fn, found, batch, rule, points)  # as the forwards meanwhile have left the model
+        made = self._compile(rows is None, model, run, batch, rule, mask, points, sites)
+        self._made += made is not None or rows is not None
+        impossible = made is None and rows is not None
+        # The key anew, as the forwards meanwhile have left the model.
+        key = self._key(0 if impossible else rows, loss_fn, found, batch, rule, points)
         self._known[key], self._read[key] = made, (values, found.attributes.values)
         return made
 
-    def _key(self, loss_fn: LossFn, found: Structure, batch: Any, rule: Scaling, points: Points | None) -> _Key:
-        leaves = tree_leaves(batch)
-        shapes = tuple(t.shape if isinstance(t, Tensor) else (type(t), repr(t)) for t in leaves)
+    def _key(
+        self, rows: int | None, loss_fn: LossFn, found: Structure, batch: Any, rule: Scaling, points: Points | None
+    ) -> _Key:
+        constants = tuple((type(t), repr(t)) for t in tree_leaves(batch) if not isinstance(t, Tensor))
         places = tuple(id(weights) for _, weights in points or ())  # a compiled step keeps them alive
-        kind = (kind_of(found, batch), shapes_of(batch))
-        return _Key(identity(loss_fn, numbers=True), kind, shapes, rule, places)
+        kind = (kind_of(found, batch), shapes_of(batch), constants)
+        return _Key(identity(loss_fn, numbers=True), kind, rows, rule, places)
 
     def _compile(
-        self, model: nn.Module, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites
-    ) -> Compiled | None:
+        self, any_size: bool, model: nn.Module, run: Run, batch: Any, rule: Scaling, mask: Tensor,
+        points: Points | None, sites: Sites,
+    ) -> Compiled | None:  # fmt: skip
         found = structure(model)
         parameters = found.trainable
 
@@ -331,12 +382,15 @@ class CompiledSum:
         weights = [w for _, w in points] if points else [parameters]
         try:
             with untouched(model):
-                return Compiled(parameters, weights, found.constants, at, rule, batch, mask, self._backend)
-        except (UnknownOperation, UnsupportedModel):
-            raise
+                return Compiled(parameters, weights, found.constants, at, rule, batch, mask, self._backend, any_size)
         except Exception as error:
-            reason = str(error).strip().splitlines()
-            log.warning("dpscale: runs eagerly, not compiled: %s", reason[0] if reason else type(error).__name__)
+            if not any_size and isinstance(error, (UnknownOperation, UnsupportedModel)):
+                raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if any_size:  # what is wrong with the model itself shows when it is compiled for one size
+                log.info("dpscale: compiled for each size of batch, not once for all: %s", reason)
+            else:
+                log.warning("dpscale: runs eagerly, not compiled: %s", reason)
             return None
 
     def _other(self, key: _Key, values: tuple[Any, ...]) -> bool:

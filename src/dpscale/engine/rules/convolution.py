@@ -22,7 +22,19 @@ from torch import Tensor
 
 from dpscale.engine import kernels
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Dense, Form, Stack, as_multiplied, same, scaled, side_by_side, size, slack, wide
+from dpscale.engine.rules.forms import (
+    Dense,
+    Form,
+    Stack,
+    as_multiplied,
+    chunks,
+    same,
+    scaled,
+    side_by_side,
+    size,
+    slack,
+    wide,
+)
 from dpscale.engine.rules.linear import CHUNK, Outer
 
 SMALL = 1 << 23
@@ -188,12 +200,12 @@ class Patches(Form):
         step = max(1, CHUNK // 2 // (channels * width * self.x.shape[3] * self.g.shape[4]))
         last = self.x.is_cuda
         rows: list[list[Tensor]] = [[] for _ in range(height)]
-        for k in range(0, len(self.x), step):
-            x = wide(self.x[k : k + step]).squeeze(1)
+        for chunk in chunks(len(self.x), step):
+            x = wide(self.x[chunk]).squeeze(1)
             x = F.pad(x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0] + uneven))
             x = x.unflatten(2, (-1, down)).unfold(4, width, across)  # (B, C, height/stride, stride, L2, kernel width)
             x = x.permute(0, 3, 2, 4, 5, 1).contiguous() if last else x.permute(0, 3, 1, 5, 2, 4).contiguous()
-            g = wide(self.g[k : k + step]).squeeze(1).flatten(2)
+            g = wide(self.g[chunk]).squeeze(1).flatten(2)
             g = g if last else g.mT.contiguous()
             for i in range(height):
                 met = slice(i // down, i // down + self.g.shape[3])
@@ -214,8 +226,8 @@ class Patches(Form):
                 return self._outer().norm2()
             return kernels.square(*self._channels_last()) + slack(self._terms())
         step = max(1, CHUNK // self._patch_numbers)
-        chunks = [replace(self, x=x, g=g) for x, g in zip(self.x.split(step), self.g.split(step), strict=True)]
-        return torch.cat([chunk._outer().norm2() for chunk in chunks]).view(-1, self.groups).sum(1)
+        parts = [self._slice(chunk)._outer().norm2() for chunk in chunks(len(self.x), step)]
+        return torch.cat(parts).view(-1, self.groups).sum(1)
 
     def _terms(self) -> Tensor:
         """The norms of the terms g_l patch_lᵀ, (B, L): a patch's from the squares in its window."""
@@ -285,6 +297,9 @@ class Patches(Form):
         """All but the operands, and of them the sizes."""
         rest = [getattr(self, f.name) for f in fields(self) if f.name not in ("x", "g")]
         return (type(self), self.x.shape[2:], self.g.shape[2:], *rest)
+
+    def _slice(self, chunk: slice) -> "Patches":
+        return replace(self, x=self.x[chunk], g=self.g[chunk])
 
     def _outer(self) -> Outer:
         """The same gradients as outer products, groups beside the samples: (B·groups, K·L, P) and O/groups."""

@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dpscale.engine.compat import storage
+from dpscale.engine.compat import example_size, storage
 
 PACK = 1 << 14
 """Gradients of no more numbers than this per sample are put side by side with others."""
@@ -240,6 +240,13 @@ def size(t: Tensor, dim: int) -> Tensor:
     """The norm along a dimension, never less than it is: squares of small numbers vanish."""
     numbers = wide(t)
     return (numbers.square().sum(dim) + t.shape[dim] * torch.finfo(numbers.dtype).tiny).sqrt()
+
+
+def chunks(samples: int, most: int) -> list[slice]:
+    """Runs of about ``most`` samples. Their number is that of the example where the number of samples is a symbol."""
+    count = max(1, -(-example_size(samples) // most))
+    ends = [*(samples * k // count for k in range(1, count)), None]
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def wide(t: Tensor) -> Tensor:

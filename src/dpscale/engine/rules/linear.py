@@ -18,7 +18,7 @@ from torch import Tensor
 from dpscale.engine import kernels
 from dpscale.engine.rules.arithmetic import reduced
 from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Dense, Form, as_multiplied, same, side_by_side, size, slack, wide
+from dpscale.engine.rules.forms import Dense, Form, as_multiplied, chunks, same, side_by_side, size, slack, wide
 
 CHUNK = 1 << 26
 """How many numbers of instantiated per-sample gradients to hold at once."""
@@ -102,7 +102,7 @@ class Outer(Form):
             return kernels.square(a.unsqueeze(1), g.unsqueeze(1)) + slack(self.terms())
         a, g = wide(self.a_BTI), wide(self.g_BTO)
         step = max(1, CHUNK // (a.shape[2] * g.shape[2]))
-        parts = [Dense(Outer(a[k : k + step], g[k : k + step]).per_sample()) for k in range(0, len(a), step)]
+        parts = [Dense(Outer(a[chunk], g[chunk]).per_sample()) for chunk in chunks(len(a), step)]
         return torch.cat([p.norm2() for p in parts]) + slack(self.terms())
 
     def weighted(self, weights_B: Tensor) -> Tensor:
