@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
 import dpscale
-from dpscale.batches import Batch, Padding, neutral, padded, part_of, rows_of
+from dpscale.batches import Batch, Padding, padded, part_of, rows_of
+from dpscale.engine.verify.rows import neutral
 from dpscale.sampling import Draw
 from dpscale.shapes import Sizes
 
@@ -204,7 +205,7 @@ def test_padding_is_neutral(make):
     x, _ = fields(padded(plain, 2, 5, copies=True))
     assert torch.equal(x[2:], x[:1].expand(3, 3))
     assert padded(plain, 2, 2) is plain
-    x, y = fields(neutral(plain, 2))
+    x, y = fields(neutral(plain))
     assert x.shape == (2, 3) and not x.any() and not y.any()
     x, y = fields(part_of(plain, slice(1, 2), 2))
     assert torch.equal(x, fields(plain)[0][1:]) and len(y) == 1
@@ -215,7 +216,7 @@ def test_padding_of_lists_and_of_what_is_not_by_row():
     found = padded(plain, 2, 3)
     assert found[1:5] == (["a", "b", ""], [1, 2, 0], (0.5, 1.5, 0.0), [b"x", b"y", b""])
     assert [len(found[0]), found[5].item(), len(found[6]), *found[7:]] == [3, 3.0, 7, "all", None]
-    assert neutral(plain, 2)[1:5] == (["", ""], [0, 0], (0.0, 0.0), [b"", b""])
+    assert neutral(plain)[1:5] == (["", ""], [0, 0], (0.0, 0.0), [b"", b""])
     assert isinstance(padded(types.SimpleNamespace(x=1), 2, 3), types.SimpleNamespace)
 
 

@@ -15,7 +15,7 @@ from dpscale.checks import out_of_memory
 from dpscale.engine import ScaledSum
 from dpscale.engine.arguments import has_rows, over_rows, see_into
 from dpscale.engine.compat import register_tree_node, tree_leaves
-from dpscale.engine.verify.rows import Features, features
+from dpscale.engine.verify.rows import Features, blank_of, features, neutral
 from dpscale.sampling import Draw, Indices
 
 
@@ -220,7 +220,7 @@ def fetched(
         if len(indices):
             yield indices, data, singles, None if table is None else table[indices]
         else:
-            yield indices, neutral(data, count), {}, None
+            yield indices, neutral(data), {}, None
 
 
 def rows_of(data: Any) -> int | None:
@@ -241,15 +241,6 @@ def part_of(data: Any, part: slice, count: int) -> Any:
     return over_rows(data, lambda rows: rows[part] if has_rows(rows, count) else rows, count)
 
 
-def neutral(data: Any, count: int) -> Any:
-    """The batch with zeros, False and empty strings in place of its values."""
-
-    def blank(rows: Any) -> Any:
-        return torch.zeros_like(rows) if isinstance(rows, Tensor) else type(rows)([_blank(rows)] * count)
-
-    return over_rows(data, blank, count)
-
-
 def padded(data: Any, count: int, rows: int, *, copies: bool = False) -> Any:
     """Whatever in a batch has ``count`` rows, with neutral rows after them up to ``rows``.
 
@@ -266,11 +257,6 @@ def padded(data: Any, count: int, rows: int, *, copies: bool = False) -> Any:
         if isinstance(values, Tensor):
             extra = values[:1].expand(more, *values.shape[1:]) if copies else values.new_zeros(more, *values.shape[1:])
             return torch.cat([values, extra])
-        return type(values)([*values, *(values[:1] if copies else [_blank(values)]) * more])
+        return type(values)([*values, *(values[:1] if copies else [blank_of(values)]) * more])
 
     return over_rows(data, longer, count) if more else data
-
-
-def _blank(values: Sequence[Any]) -> Any:
-    """Of the type of these: 0, False, an empty string."""
-    return None if not values or values[0] is None else type(values[0])()

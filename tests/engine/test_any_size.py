@@ -144,11 +144,11 @@ def test_a_model_that_needs_the_size_is_compiled_for_each_and_says_so(caplog):
 
 
 def test_what_was_decided_by_the_size_of_the_example_holds_for_such_sizes_alone():
-    """A forward that branches on the number of rows gives each size its own answer."""
+    """A forward that branches on the number of rows runs its own operations for each size."""
 
     class Branches(nn.Linear):
         def forward(self, x):
-            return super().forward(x) * (3.0 if x.shape[0] > 20 else 1.0)
+            return super().forward(x) * 1.0 if x.shape[0] > 20 else super().forward(x)
 
     made, model = [], Branches(4, 3)
     engine = Engine(model, compile=lambda graph, inputs: made.append(graph) or graph, any_size=True)
