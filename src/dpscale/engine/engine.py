@@ -58,11 +58,12 @@ Remember = Callable[[dict[str, Tensor], slice], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Looked:
-    """That a kind of model and loss was looked at: with how many different rows; whether it draws, and has dropout."""
+    """That a kind of model and loss was looked at: with how many different rows; and what it is like."""
 
     rows: int
     draws: bool
     drops: bool
+    eps: float
 
 
 class Engine:
@@ -188,12 +189,12 @@ class Engine:
             with waiting() if number else phase("checking"):  # later looks are short, as a rule
                 if due.thorough or known is None or known.rows < len({*kept}) or not Glance(
                     subject, batch, kept, sites=None if kind in self._obstacles else self._sites, draws=known.draws,
-                    drops=known.drops, seed=seed,
+                    drops=known.drops, eps=known.eps, seed=seed,
                 )(singles or {}, rest):  # fmt: skip
                     look = Look(subject, batch, rows, kept, singles=singles, rest=rest, again=known is not None,
                                 seed=seed)  # fmt: skip
                     finding = look()
-                    self._looked[kind] = Looked(len({*kept}), finding.draws, finding.drops)
+                    self._looked[kind] = Looked(len({*kept}), finding.draws, finding.drops, finding.eps)
                     for op, site in finding.sites:
                         self._sites.add(op, site)
                     self._note_obstacle(kind, finding)

@@ -36,7 +36,7 @@ class FiniteFlag:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host = torch.zeros(1, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(1, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         self._seen = self._host.numpy()
 
     @contextmanager

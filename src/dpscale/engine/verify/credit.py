@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from dpscale.engine.phases import still_at
 from dpscale.engine.tape.tape import Tape
 
 Place = tuple[GradientEdge, Callable[[Tensor], Tensor]]
@@ -36,8 +37,15 @@ def arrived(losses: Tensor, places: Sequence[Place], i: int) -> list[Tensor | No
     targets: Any = [edge for edge, _ in places]
     seed = torch.zeros_like(losses)
     seed[i] = 1.0
-    grads = torch.autograd.grad([losses], targets, [seed], retain_graph=True, allow_unused=True) if targets else ()
+    grads = _grad(losses, targets, seed) if targets else ()
     return [None if g is None else rows(g)[i] for g, (_, rows) in zip(grads, places, strict=True)]
+
+
+def _grad(losses: Tensor, targets: Any, seed: Tensor) -> Sequence[Tensor | None]:
+    still_at("checking where gradients arrive")
+    grads: Sequence[Tensor | None]
+    grads = torch.autograd.grad([losses], targets, [seed], retain_graph=True, allow_unused=True)
+    return grads
 
 
 def misplaced(losses: Tensor, places: Sequence[Place], seed: int) -> int | None:
@@ -48,10 +56,7 @@ def misplaced(losses: Tensor, places: Sequence[Place], seed: int) -> int | None:
     chance = torch.Generator("cpu").manual_seed(seed)  # whatever the default device is
     power = torch.randint(POWERS, losses.shape, generator=chance, device="cpu").to(losses.device)
     weights = torch.exp2(power.double() - 2).to(losses.dtype)
-    plain, weighted = (
-        torch.autograd.grad([losses], targets, [w], retain_graph=True, allow_unused=True)
-        for w in (torch.ones_like(losses), weights)
-    )
+    plain, weighted = (_grad(losses, targets, w) for w in (torch.ones_like(losses), weights))
     for one, other, (_, rows) in zip(plain, weighted, places, strict=True):
         if one is None or other is None:
             continue

@@ -35,15 +35,16 @@ class Glance:
         sites: where the samples are in its operations; None if that is not known.
         draws: whether it draws random numbers, so that a row alone has others than in company.
         drops: whether it has dropout, which is left out of what is compared with few rows.
+        eps: of the coarsest numbers that it computes with.
         seed: for the runs.
     """
 
     def __init__(
         self, subject: Subject, batch: Any, kept: Sequence[int], *, sites: Sites | None, draws: bool, drops: bool,
-        seed: int,
+        eps: float, seed: int,
     ) -> None:  # fmt: skip
         self._subject, self._batch, self._kept = subject, batch, list(kept)
-        self._sites, self._draws, self._drops, self._seed = sites, draws, drops, seed
+        self._sites, self._draws, self._drops, self._eps, self._seed = sites, draws, drops, eps, seed
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
@@ -106,15 +107,13 @@ class Glance:
     def _copies(self, i: int) -> Any:
         return take(self._batch, [i] * count_of(self._batch))
 
-    @staticmethod
-    def _near(a: Tensor, b: Tensor, scale: Tensor) -> bool:
-        return near(a, b, scale, torch.finfo(scale.dtype).eps)
+    def _near(self, a: Tensor, b: Tensor, scale: Tensor) -> bool:
+        return near(a, b, scale, self._eps)
 
     def _collated(self, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
         losses = torch.cat([self._run(part)[0] for part in (self._batch, *rest)])
         own = [self._run(single)[0][0] for single in singles.values()]
-        eps = torch.finfo(losses.dtype).eps
-        return all(any(close(loss, one, losses, eps) for loss in losses) for one in own)
+        return all(any(close(loss, one, losses, self._eps) for loss in losses) for one in own)
 
     def _credited(self, few: Tensor, sites: Sites) -> bool:
         """The same with dropout; and what arrives in a row is of its own loss alone, weighted and in other company."""
@@ -136,6 +135,7 @@ class Glance:
 
     def _taped(self, sites: Sites, data: Any, i: int, weighted: bool = False) -> "_Taped | None":
         """What a taped run gives of row i; None if gradients go astray, or past the tape."""
+        still_at("checking that samples are kept apart")
         with own_randomness(self._seed), torch.enable_grad():
             with Tape(self._subject.parameters, None, sites, count_of(data), lenient=True) as tape:
                 losses = self._subject.run(data)

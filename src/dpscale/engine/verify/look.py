@@ -33,7 +33,19 @@ from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Und
 from dpscale.engine.verify.randomness import host_states, own_randomness
 from dpscale.engine.verify.rows import Features, companies, count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
-from dpscale.engine.verify.values import Gradient, added, apart, changed, close, gradient, near, relative, same, size
+from dpscale.engine.verify.values import (
+    Gradient,
+    added,
+    apart,
+    changed,
+    close,
+    gradient,
+    near,
+    relative,
+    rounding,
+    same,
+    size,
+)
 
 SEEDS = 8951, 18170, 2181, 3449, 31952, 5043, 8564, 5347, 10484, 4128, 12521, 49936, 23188, 8426, 1536, 35292
 """For forwards that draw: the first number that torch, random and numpy draw is near 1/32 with the first of these, near
@@ -72,6 +84,7 @@ class Finding:
         lasting: whether another look at other rows would find the same obstacle.
         draws: whether the forward draws random numbers, dropout left out.
         drops: whether it has dropout.
+        eps: of the coarsest numbers that it computes with.
     """
 
     sites: Sequence[tuple[OpName, Site]] = ()
@@ -79,6 +92,7 @@ class Finding:
     lasting: bool = True
     draws: bool = False
     drops: bool = False
+    eps: float = 0.0
 
 
 class Look:
@@ -106,6 +120,7 @@ class Look:
         self._rows = take(batch, self._kept)
         self._moved: tuple[Any, Any, int] | None = None
         self._samples, self._seeded, self._own_draws, self._drops = count_of(batch), False, False, False
+        self._eps = 0.0
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self) -> Finding:
@@ -121,14 +136,15 @@ class Look:
         finally:
             changed = self._surroundings.restore(thorough=True)
         self._surroundings.require_parameters_kept(changed)
-        return replace(finding, draws=self._seeded or self._draws or self._own_draws, drops=self._drops)
+        return replace(finding, draws=self._seeded or self._draws or self._own_draws, drops=self._drops,
+                       eps=self._eps)  # fmt: skip
 
     def _look(self) -> Finding:
         growth = self._growth()
         parameters = self._subject.parameters
         base = Probe(parameters, ROWS, self._each, growth) if growth.aligned else self._numbered()
         losses = self._run(base, self._rows)
-        self._drops = base.drops
+        self._drops, self._eps = base.drops, base.eps
         # Backwards come before the state is put back: hooks may read what this forward has left.
         arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
         plain = [self._plain(base, losses, weights) for weights in (_MIDDLE, _MIXED)]
@@ -274,7 +290,7 @@ class Look:
         if same(a[i], b[i]):
             return
         eps = max(base.eps, mode.eps)
-        if not near(a[i], b[i], a, eps, 64 * eps):
+        if not near(a[i], b[i], a, eps, rounding(eps)):
             self._refuse(ours, theirs, i)
         if [op.outputs for op in base.ran] == [op.outputs for op in mode.ran]:
             self._moved = ours, theirs, i
@@ -314,7 +330,7 @@ class Look:
         others = self._run(mode(), data)
         theirs = self._surroundings.left_behind()
         for i in keep:
-            if not same(losses[i], others[i]) and not near(losses[i], others[i], losses, base.eps, 64 * base.eps):
+            if not same(losses[i], others[i]) and not near(losses[i], others[i], losses, base.eps, rounding(base.eps)):
                 self._refuse(self._batch, data, i)
         self._surroundings.compare(left, theirs)
         if base.draws_freely or self._draws or self._own_draws:
@@ -502,16 +518,16 @@ class Look:
             raise Obstacle(str(error)) from error
         except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
             raise Obstacle(f"an operation cannot be run for one sample ({error})") from error
-        rounding = max(1e-9, base.eps**0.5)
+        close_to = max(1e-9, base.eps**0.5)
         for weights, theirs in zip(mixtures, plain, strict=True):
             with torch.no_grad():
                 ours = {("leaf", n): form.weighted(weights) for n, form in forms.items()}
             whole = size(theirs)
             if not np.isfinite(whole):
                 continue
-            if (name := apart(ours, theirs, rounding)) is not None:
+            if (name := apart(ours, theirs, close_to)) is not None:
                 raise Obstacle(f"what is credited to a row is not its gradient at parameter {name[1]!r}")
-            if weights[0] == 0 and norms is not None and abs(float(norms[1]) - whole) > relative(rounding) * whole:
+            if weights[0] == 0 and norms is not None and abs(float(norms[1]) - whole) > relative(close_to) * whole:
                 raise Obstacle("the norm that is credited to a row is not that of its gradient")
 
     def _plain(self, base: Any, losses: Tensor, weights: Sequence[float]) -> Gradient:

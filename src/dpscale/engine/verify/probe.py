@@ -115,7 +115,7 @@ class Numbered(ParameterOps):
             self._drew += 1
             self.draws_freely = True
         self.ran[index] = RanOp(func, inputs, _shapes((made,)))
-        self._note_precision(made)
+        self._note_precision(func, made)
         if self._keep:
             self.outputs.append([t.detach().clone() for t in tree_leaves(made) if isinstance(t, Tensor)])
         return out
@@ -133,9 +133,11 @@ class Numbered(ParameterOps):
             if torchs is not None and torch_states() != torchs:
                 raise DrewUnseen
 
-    def _note_precision(self, made: Any) -> None:
+    def _note_precision(self, func: Callable[..., Any], made: Any) -> None:
         if isinstance(made, Tensor) and made.is_floating_point():
-            tf32 = made.is_cuda and made.dtype == torch.float32
+            convolves = "conv" in getattr(func, "__name__", "")
+            coarse = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
+            tf32 = made.is_cuda and made.dtype == torch.float32 and coarse
             self.eps = max(self.eps, 2.0**-10 if tf32 else torch.finfo(made.dtype).eps)
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

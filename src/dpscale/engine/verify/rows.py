@@ -52,10 +52,11 @@ class Novelty:
         self._values: list[set[float]] = []
         self._range: Features | None = None
 
-    def new(self, rows: Features) -> NDArray[np.int64]:
-        """Numbers of the rows that are like none before, the farthest from those first; all of them at first."""
+    def new(self, rows: Features) -> tuple[NDArray[np.int64], bool]:
+        """Numbers of the rows that are like none before, the farthest from those first, all of them at first; and
+        whether one is farther than those were from each other."""
         if self._range is None or self._range.shape[1] != rows.shape[1]:
-            return np.arange(len(rows))
+            return np.arange(len(rows)), True
         low, high = self._range
         many = np.array([len(values) > FEW for values in self._values])
         margin = np.where(many, 0.1 * (high - low), 0.0)  # of many values there is always a next extreme
@@ -66,7 +67,8 @@ class Novelty:
                 strange |= ~np.isin(rows[:, k], list(values))
         out = np.maximum(low - rows, rows - high).clip(0) / np.maximum(high - low, 1e-9 * np.abs(high) + 1e-200)
         new = np.flatnonzero(strange | beyond)
-        return new[np.lexsort((~strange[new], -out[new].max(1)))]
+        far = out[new].max(1)
+        return new[np.lexsort((~strange[new], -far))], bool((far >= 1).any())
 
     def learn(self, rows: Features) -> None:
         """From now on such rows are known."""
@@ -75,7 +77,9 @@ class Novelty:
         self._range = np.stack([np.minimum(self._range[0], rows.min(0)), np.maximum(self._range[1], rows.max(0))])
         for values, column in zip(self._values, rows.T, strict=True):
             if len(values) <= FEW:
-                values.update(np.unique(column)[: FEW + 1].tolist())
+                found = np.unique(column)
+                many = len(column) > FEW // 4 and len(found) == len(column)  # no two rows are alike in it
+                values.update(range(FEW + 1) if many else found[: FEW + 1].tolist())
 
 
 def choose(
@@ -92,13 +96,13 @@ def choose(
     if rows is not None and rows.shape[1] and len(available):
         own = rows[available]
         alike = _shared(own)
-        rarest = rng.permutation(np.flatnonzero(alike <= max(1, len(available) // 4)))
+        rarest = rng.permutation(np.flatnonzero(alike < max(1, len(available) // 4) + 1))
         rarest = rarest[np.argsort(alike[rarest], kind="stable")][:2]
         one = int(rarest[0]) if len(rarest) else int(rng.integers(len(own)))
         candidates += available[[one, _unlike(own, one, rng), *rarest]].tolist()
         for column in rng.permutation(np.flatnonzero(np.ptp(own, axis=0) > 0)):
             candidates += [int(available[own[:, column].argmin()]), int(available[own[:, column].argmax()])]
-        common = available[rng.permutation(np.flatnonzero(alike == alike.max()))].tolist() + common
+        common = available[rng.permutation(np.flatnonzero(alike >= alike.max() - 0.5))].tolist() + common
     candidates += rng.permutation(available).tolist()
     for most, some in ((count - 1, candidates), (count, common)):
         for i in some:
@@ -125,8 +129,8 @@ def _shared(rows: Features) -> NDArray[np.float64]:
     least = np.full(len(rows), len(rows), dtype=np.float64)
     for column in rows.T:
         _, inverse, counts = np.unique(column, return_inverse=True, return_counts=True)
-        if len(counts) <= max(2, len(rows) // 2):
-            least = np.minimum(least, counts[inverse])
+        if len(counts) <= max(2, len(rows) // 2):  # of two values before others
+            least = np.minimum(least, counts[inverse] + len(counts) / 1000)
     return least
 
 

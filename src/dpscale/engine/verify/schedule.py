@@ -6,7 +6,7 @@ the run is longer than a few steps.
 """
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dpscale.engine.verify.rows import Features, Novelty
@@ -14,8 +14,9 @@ from dpscale.engine.verify.rows import Features, Novelty
 SHARE = 0.02
 """Of a run's time that later checks may take."""
 
-NEW_ROWS, NEW_SETTINGS = 64, 16
-"""Checks of new rows, and of new settings and lengths, that are made whatever they cost."""
+FORCED = {"far": 64, "rows": 16, "settings": 16}
+"""Checks that are made whatever they cost: at rows far from all before, at other new rows, at new settings and lengths.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Schedule:
         self._settings: set[Hashable] = set()
         self._novelty: dict[Hashable, Novelty] = {}
         self._sizes: list[int] = []
-        self._forced = {"rows": NEW_ROWS, "settings": NEW_SETTINGS}
+        self._forced = dict(FORCED)
         self._started: float | None = None
         self._last = 0.0, 0.0  # when the last check ended, and its seconds
         self._spent = 0.0  # seconds in checks after the first
@@ -61,8 +62,10 @@ class Schedule:
         if self._started is None:
             self._started = now
         novelty = self._novelty.setdefault(shapes, Novelty())
-        new = [] if rows is None else novelty.new(rows).tolist()
-        if not self._is_due(kind, (kind, setting, shapes), size, new, now):
+        nothing: tuple[Sequence[int], bool] = [], False
+        new, far = nothing if rows is None else novelty.new(rows)
+        reasons = {"far": far, "rows": len(new) > 0, "settings": (kind, setting, shapes) not in self._settings}
+        if not self._is_due(kind, size, reasons, now):
             return None
         thorough = kind not in self._kinds or self._long_ago(now)
         self._kinds.add(kind)
@@ -70,17 +73,17 @@ class Schedule:
         self._sizes = [min([size, *self._sizes]), max([size, *self._sizes])]
         if rows is not None:  # rows that are not looked at stay new
             novelty.learn(rows)
-        return Due(new if len(new) < size else [], thorough)
+        return Due([int(i) for i in new] if len(new) < size else [], thorough)
 
-    def _is_due(self, kind: Hashable, setting: Hashable, size: int, new: list[int], now: float) -> bool:
+    def _is_due(self, kind: Hashable, size: int, reasons: Mapping[str, bool], now: float) -> bool:
         if kind not in self._kinds:
             return True
-        if not 0.9 * self._sizes[0] <= size <= 1.1 * self._sizes[1]:  # a forward may do otherwise with more rows
+        if not 0.9 * self._sizes[0] - 2 <= size <= 1.1 * self._sizes[1] + 2:  # a forward may ask for the size
             return True
         affordable = self._spent <= SHARE * (now - (self._started or now))
-        for what, is_new in (("settings", setting not in self._settings), ("rows", bool(new))):
-            if is_new and (self._forced[what] or affordable):
-                self._forced[what] = max(0, self._forced[what] - 1)
+        for reason in (name for name, holds in reasons.items() if holds):
+            if self._forced[reason] or affordable:
+                self._forced[reason] = max(0, self._forced[reason] - 1)
                 return True
         power_of_two = self._sums & (self._sums - 1) == 0
         return power_of_two or (affordable and self._long_ago(now))

@@ -31,6 +31,11 @@ def near(a: Tensor, b: Tensor, scale: Tensor, eps: float, limit: float | None = 
     return bool((a - b).abs() <= limit * torch.cat([finite.flatten(), b.abs().view(1)]).max())
 
 
+def rounding(eps: float) -> float:
+    """By how much of itself a loss may be off where operations had other shapes."""
+    return max(8 * eps, 64 * 2.0**-23)
+
+
 def close(a: Tensor, b: Tensor, scale: Tensor, eps: float) -> bool:
     """To rounding, and closer than `near`: where one of many is looked for, another may be near by chance."""
     return near(a, b, scale, eps, min(256 * eps, eps**0.5))
