@@ -222,10 +222,10 @@ class Private:
                 with state.lock:
                     if this != state.loop:
                         raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
-                    draw = state.hand_out(indices)
-                    if draw.mask.any():
-                        self._engine.recorder.start(len(draw.mask))
-                yield Batch(data, draw, singles, rows)
+                    batch = Batch(data, state.hand_out(indices), singles, rows)
+                    if batch.draw.mask.any():
+                        self._engine.recorder.start(len(batch.draw.mask), batch.rows)
+                yield batch
         except GeneratorExit:  # the loop was left: what it has handed out will not come back
             with state.lock:
                 if this == state.loop:

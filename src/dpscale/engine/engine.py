@@ -163,7 +163,7 @@ class Engine:
         found = structure(subject.model)
         kind = loss, found.kinds, tuple(found.trainable), found.names
         setting = holding, kind_of(found, batch), found.attributes.settings, found.number
-        rows = features(batch) if rows is None else rows
+        rows = features(batch, wait=True) if rows is None else rows
         due = self._schedule.due(kind, setting, shapes_of(batch), len(mask), rows)
         if due is not None:
             self.look(subject, batch, mask, kind, rows, due, singles, rest)

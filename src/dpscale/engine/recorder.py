@@ -23,6 +23,7 @@ from dpscale.engine.tape.tape import Tape, Watched
 from dpscale.engine.verify.credit import insides, misplaced
 from dpscale.engine.verify.look import Subject
 from dpscale.engine.verify.randomness import random_states, set_random_states
+from dpscale.engine.verify.rows import Features
 from dpscale.scaling import Scaling
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Recorder:
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
-        self._waiting: set[int] = set()  # rows of the draws that are outstanding
+        self._waiting: dict[int, Features | None] = {}  # by how many rows an outstanding draw has: what they are like
         self._forwards: list[Forward] = []
         self._running: tuple[Tape, Subject, Any, Any] | None = None
         self._obstacle: str | None = None
@@ -54,22 +55,22 @@ class Recorder:
         self._checked = 0  # batches whose losses were looked at
         self._hooks: list[RemovableHandle] = []  # on the model only while a batch waits, so that none is saved with it
 
-    def start(self, samples: int) -> None:
-        """A batch of so many rows was drawn."""
+    def start(self, samples: int, rows: Features | None = None) -> None:
+        """A batch of so many rows was drawn, with these features."""
         model = self._engine.model
         if not self._hooks and not isinstance(model, torch.jit.ScriptModule):  # which takes none, and shows nothing
             self._hooks = [
                 model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
                 model.register_forward_hook(_Hook(self._after), with_kwargs=True, always_call=True),
             ]
-        self._waiting.add(samples)
+        self._waiting[samples] = None if samples in self._waiting else rows  # of several, whose they are is not known
 
     def stop(self) -> None:
         """No batch is waiting."""
         if self._running is not None:  # an interrupt came in the midst of a forward
             self._running[0].__exit__(None, None, None)
             self._running = None
-        self._waiting, self._forwards, self._obstacle, self._twice = set(), [], None, False
+        self._waiting, self._forwards, self._obstacle, self._twice = {}, [], None, False
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -123,7 +124,7 @@ class Recorder:
             return
         flat, spec = tree_flatten((args, kwargs))
         sizes = {len(t) for t in flat if isinstance(t, Tensor) and t.ndim}
-        samples = next(iter(self._waiting & sizes), None)
+        samples = next(iter(self._waiting.keys() & sizes), None)
         if samples is None:
             return
         rows = [k for k, t in enumerate(flat) if isinstance(t, Tensor) and t.ndim and len(t) == samples]
@@ -136,7 +137,7 @@ class Recorder:
 
         subject = Subject(model, trainable(model), run)
         mask = torch.ones(samples, dtype=torch.bool)
-        kind = self._engine.trust(subject, batch, mask, "forward", None)
+        kind = self._engine.trust(subject, batch, mask, "forward", None, self._waiting[samples])
         self._obstacle = self._engine.obstacle(kind)
         if self._obstacle is None:
             tape = Tape(subject.parameters, None, self._engine.sites, samples, lenient=True)
