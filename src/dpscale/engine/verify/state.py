@@ -25,7 +25,7 @@ from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import Variable, variables_of
 from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
 
-_ENTRIES = 256  # of one container that are looked into
+_ENTRIES = 1024  # of one container that are looked into
 _MOST = 1 << 17  # of one that are compared at all
 _DEPTH = 5
 _LARGE = 1 << 16  # numbers of a parameter that is compared by value at the end of a look alone
