@@ -198,6 +198,16 @@ def level(h, x):
     return h * x.sign().amin()
 
 
+def alike_if_odd(h, x):
+    """The same for rows with a negative entry alone, of which there is one: among copies of that one."""
+    odd = (x < 0).flatten(1).any(1)
+    return h / torch.where(odd, odd.sum(), 1).view(-1, 1, 1)
+
+
+def test_a_rare_row_is_put_among_copies_of_itself():
+    refused_at_third(Net(alike_if_odd, lambda x: True), {"strange": True}, "coupled")
+
+
 @pytest.mark.parametrize("trick", [alike, level])
 @pytest.mark.parametrize("first", [True, False])
 def test_the_company_that_shows_it_is_there(trick, first):

@@ -85,10 +85,12 @@ class Glance:
         return True
 
     def _few_apart(self) -> Tensor | None:
-        """The losses of a few rows, if each has the same among empty ones, and the one in the middle alone."""
+        """The losses of a few rows, if each has the same among empty ones, and the one in the middle, the rarest, among
+        copies of itself and alone."""
         rows, middle = take(self._batch, self._kept), ROWS // 2
         ours = self._run(rows)
-        if not all(self._stays(ours, replaced(rows, neutral(rows), [i]), i) for i in range(ROWS)):
+        company = [(replaced(rows, neutral(rows), [i]), i) for i in range(ROWS)]
+        if not all(self._stays(ours, data, i) for data, i in [(take(rows, [middle] * ROWS), middle), *company]):
             return None
         if not self._draws and not self._near(ours[0][middle], self._run(take(rows, [middle]))[0][0], ours[0]):
             return None
