@@ -121,18 +121,19 @@ class Glance:
         """The same with dropout; and what arrives in a row is of its own loss alone, weighted and in other company."""
         rows, middle, last = take(self._batch, self._kept), ROWS // 2, self._kept[-1]
         whole = self._taped(sites, self._batch, last, weighted=True)
-        # The rarest row among empty ones; and one that is like most without the rarest.
-        pairs = [(whole, self._taped(sites, self._copies(last), last))]
-        if whole is not None:
-            ours = self._taped(sites, rows, middle)
-            pairs.append((ours, self._taped(sites, replaced(rows, neutral(rows), [middle]), middle)))
-        for a, b in pairs:
-            if a is None or b is None or not same(a.loss, b.loss) or len(a.rows) != len(b.rows):
+        if whole is None:
+            return False
+        # One that is like most without the rarest; and the rarest among empty ones.
+        for i, ours, data in (
+            (last, whole, self._copies(last)),
+            (middle, self._taped(sites, rows, middle), replaced(rows, neutral(rows), [middle])),
+        ):
+            theirs = self._taped(sites, data, i)
+            if ours is None or theirs is None or not same(ours.losses[i], theirs.losses[i]):
                 return False
-            if not all(map(_alike, a.rows, b.rows)):
+            if len(ours.rows) != len(theirs.rows) or not all(map(_alike, ours.rows, theirs.rows)):
                 return False
-            self._surroundings.compare(a.left, b.left)
-        assert whole is not None
+            self._surroundings.compare(ours.left, theirs.left)
         return self._as_among(few, self._run(self._batch)[0] if self._drops else whole.losses)
 
     def _taped(self, sites: Sites, data: Any, i: int, weighted: bool = False) -> "_Taped | None":
@@ -145,13 +146,12 @@ class Glance:
             astray = not places or (weighted and misplaced(losses, places, self._seed) is not None)
             rows = [] if astray else arrived(losses, places, i)
         left = self._surroundings.left_behind()
-        return None if astray else _Taped(losses.detach(), losses[i].detach(), rows, left)
+        return None if astray else _Taped(losses.detach(), rows, left)
 
 
 @dataclass(frozen=True)
 class _Taped:
     losses: Tensor
-    loss: Tensor
     rows: list[Tensor | None]
     left: Any
 

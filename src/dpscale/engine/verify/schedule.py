@@ -15,8 +15,8 @@ SHARE = 0.02
 """Of a run's time that later checks may take."""
 
 FORCED = {"far": 64, "rows": 16, "settings": 16}
-"""Checks that are made whatever they cost: at rows far from all before, at other new rows, at new settings and lengths.
-"""
+"""Checks that are made whatever they cost: at rows far from all before, as all of a new length are; at other new rows;
+at new settings."""
 
 
 @dataclass(frozen=True)

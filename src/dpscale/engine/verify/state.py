@@ -97,7 +97,8 @@ class Surroundings:
             or any(get() is not value for (_, get, _), value in zip(self._variables, self._values, strict=True))
             or not self._same_objects()
             or any(
-                version(t) != then or (not isinstance(t, nn.Parameter) and not _equal(t.detach(), value))
+                version(t) != then
+                or ((t.numel() <= _LARGE or not isinstance(t, nn.Parameter)) and not _equal(t.detach(), value))
                 for _, t, value, then in self._tensors
             )
             or any(own.tobytes() != content.tobytes() for own, content in self._arrays)
