@@ -141,7 +141,7 @@ def ours(how: str = "step", parts: int = 1, **options: object) -> Callable[[Sett
             loop.samples.append(count)
             if how == "step":
                 private.step(batch, loss_fn)
-                split = private._sizes.parts(count) if private._padding else [(None, count)]
+                split = private._padding.sizes.parts(count) if private._padding else [(None, count)]
                 loop.rows.append(sum(rows for _, rows in split))
             else:
                 private.backward(loss_fn(model, batch.data))

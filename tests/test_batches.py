@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, default_collate
 
 import dpscale
 from dpscale.batches import Batch, Padding, padded, part_of, rows_of
+from dpscale.shapes import Sizes
 from dpscale.engine.verify.rows import neutral
 from dpscale.sampling import Draw
 from dpscale.shapes import Sizes
@@ -223,7 +224,7 @@ def test_padding_of_lists_and_of_what_is_not_by_row():
 def padding(model=None, **changes):
     """A run that pads as for a compiled step, and compiles nothing."""
     run = private(model, **changes)
-    run._padding = Padding()
+    run._padding = Padding(Sizes.of(run.plan.sampling, changes.get("micro_batch")))
     return run
 
 

@@ -248,7 +248,7 @@ def test_reports_hold_no_graph():
     run = private()
     for batch in run.batches(data()):
         report = run.step(batch, loss_fn)
-        assert not any(t.requires_grad for t in vars(report).values())
+        assert not any(t.requires_grad for t in vars(report).values() if isinstance(t, torch.Tensor))
 
 
 def test_a_thousand_steps_hold_no_more_than_a_hundred():

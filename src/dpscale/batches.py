@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.checks import out_of_memory
 from dpscale.engine import ScaledSum
-from dpscale.engine.arguments import has_rows, over_rows, see_into
-from dpscale.engine.compat import register_tree_node, tree_leaves
+from dpscale.engine.arguments import has_rows, over_rows, tensors_in
+from dpscale.engine.compat import register_tree_node
 from dpscale.engine.verify.rows import Features, blank_of, features, neutral
 from dpscale.sampling import Draw, Indices
+from dpscale.shapes import Sizes
 
 
 class Batch:
@@ -44,7 +45,6 @@ class Batch:
         self, data: Any, draw: Draw, singles: Mapping[int, Any] | None = None, rows: Features | None = None
     ) -> None:
         self.data, self.draw, self.singles = data, draw, singles or {}
-        see_into(data)
         self.rows = rows if rows is not None else features(data) if rows_of(data) == len(draw.mask) else None
 
     def map(self, change: Callable[[Any], Any]) -> "Batch":
@@ -134,8 +134,14 @@ class Padding:
     zeros, or its losses may not be finite there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
         self._copies = self._decided = False
+
+    @property
+    def varies(self) -> bool:
+        """Whether there is more than one size."""
+        return len(self.sizes.rows) > 1
 
     def __call__(self, data: Any, count: int, rows: int, summed: Callable[[Any, Tensor], ScaledSum]) -> ScaledSum:
         """What ``summed(data, mask)`` gives for ``count`` rows padded to ``rows``, without what it says of padding."""
@@ -170,7 +176,7 @@ class Collated:
         count = len(samples)  # before `collate`, which may change the list
         singles = {}
         if self.collate is not default_collate:
-            sizes = [sum(t.numel() for t in tree_leaves(sample) if isinstance(t, Tensor)) for sample in samples]
+            sizes = [sum(t.numel() for t in tensors_in(sample)) for sample in samples]
             ends = {sizes.index(min(sizes)), sizes.index(max(sizes))} if sizes else set()
             for place in ends:
                 with suppress(Exception):  # it may need several
@@ -225,15 +231,13 @@ def fetched(
 
 def rows_of(data: Any) -> int | None:
     """How many rows the tensors of a batch have; None if they do not agree, or if there are none."""
-    see_into(data)
-    sizes = {len(t) if t.ndim else None for t in tree_leaves(data) if isinstance(t, Tensor)}
+    sizes = {len(t) if t.ndim else None for t in tensors_in(data)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def device_of(data: Any) -> torch.device:
     """Where the first tensor of a batch is; the CPU if there is none."""
-    see_into(data)
-    return next((t.device for t in tree_leaves(data) if isinstance(t, Tensor)), torch.device("cpu"))
+    return next((t.device for t in tensors_in(data)), torch.device("cpu"))
 
 
 def part_of(data: Any, part: slice, count: int) -> Any:

@@ -40,20 +40,29 @@ class StepReport:
     """What a step saw. All of it is exact, without noise: for research on public data, never for release.
 
     Attributes:
-        loss: mean over the samples drawn (0 for an empty draw).
-        losses, norms, weights, mask: per row of the batch, (B,). An empty draw has one row, which is masked.
+        samples: how many were drawn.
+        losses, norms, weights: per row of the batch, (B,). An empty draw has one row, which is masked.
         ignored: how many samples had a gradient that is not finite, and so added nothing.
     """
 
-    loss: Tensor
+    samples: int
     losses: Tensor
     norms: Tensor
     weights: Tensor
-    mask: Tensor
     ignored: Tensor
 
+    @property
+    def loss(self) -> Tensor:
+        """Mean over the samples drawn; 0 for an empty draw."""
+        return self.losses.sum() / max(1, self.samples)
+
+    @property
+    def mask(self) -> Tensor:
+        """Which rows are samples, (B,)."""
+        return torch.arange(len(self.losses), device=self.losses.device) < self.samples
+
     def __repr__(self) -> str:
-        return f"StepReport(samples={int(self.mask.sum())}, ignored={int(self.ignored)})"
+        return f"StepReport(samples={self.samples}, ignored={int(self.ignored)})"
 
 
 class Private:
@@ -67,11 +76,10 @@ class Private:
         self._state = RunState()
         self._key = Key(seed)
         self._noise = Noise(self._key)
-        self._sizes = Sizes.of(plan.sampling, micro_batch)
-        self._engine = Engine(model, compile=compile, any_size=len(self._sizes.rows) > 1)
+        self._padding = Padding(Sizes.of(plan.sampling, micro_batch)) if compile else None
+        self._engine = Engine(model, compile=compile, any_size=self._padding is not None and self._padding.varies)
         self._guard = Guard(optimizer, self)
         self._micro_batch = micro_batch
-        self._padding = Padding() if compile else None
         self._dataset: Any = None  # whose samples have a place that must stay
         self._structure: Structure | None = None
         self._parameters()
@@ -241,8 +249,8 @@ class Private:
             loss_fn: ``loss_fn(model, data)`` -> per-sample losses, shape (B,); ``data`` is ``batch.data``.
         """
         data = batch.data if isinstance(batch, Batch) else batch
-        draw = self._claim_draw(batch, rows_of(data))
         parameters = self._parameters()
+        draw = self._claim_draw(batch, rows_of(data), parameters)
         momentum = self._momentum_state(parameters, len(draw.mask))
         batch = batch if isinstance(batch, Batch) else Batch(data, draw)
         out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
@@ -262,9 +270,9 @@ class Private:
             batch: the one that they are the losses of. None: the one outstanding draw.
         """
         self._check_backward()
-        draw = self._claim_draw(batch, None)
-        check_losses(losses, len(draw.mask))
         parameters = self._parameters()
+        draw = self._claim_draw(batch, None, parameters)
+        check_losses(losses, len(draw.mask))
         momentum = self._momentum_state(parameters, len(draw.mask))
         if draw.mask.any():
             mask = torch.ones(len(draw.mask), dtype=torch.bool, device=losses.device)
@@ -274,7 +282,7 @@ class Private:
             out = _nothing(parameters, losses.device, self.plan.bound)
         return self._release(draw, out, parameters, momentum)
 
-    def _claim_draw(self, batch: Any, rows: int | None) -> Draw:
+    def _claim_draw(self, batch: Any, rows: int | None, parameters: Parameters) -> Draw:
         """The draw that is about to be released, after every check that could refuse it. Nothing is changed."""
         state, independent = self._state, self.plan.sampling.independent
         if self._charged >= self.steps and not state.outstanding:
@@ -287,7 +295,7 @@ class Private:
             draw = state.only_outstanding(rows)
         if state.charged(independent, draw) > self.steps:
             raise self._exhausted()
-        overwritten = set(map(id, self._parameters().values()))
+        overwritten = set(map(id, parameters.values()))
         steered = (p for group in self.optimizer.param_groups for p in group["params"])
         self._guard.check(p for p in steered if id(p) not in overwritten)
         return draw
@@ -299,7 +307,7 @@ class Private:
             return _nothing(parameters, device_of(data), self.plan.bound)
         points = momentum.points()
         padding = None if self._per_sample else self._padding
-        split = (self._sizes if padding else Sizes((self._micro_batch or count,))).parts(count)
+        split = (padding.sizes if padding else Sizes((self._micro_batch or count,))).parts(count)
         parts: list[ScaledSum] = []
         rest = [part_of(data, rows, count) for rows, _ in split[1:]] if batch.singles else []
         for rows, size in split:
@@ -328,8 +336,7 @@ class Private:
 
     def _release(self, draw: Draw, out: ScaledSum, parameters: Parameters, momentum: MomentumState) -> StepReport:
         """Book the step, add the noise once, divide by the expected batch size, and hand over to the optimizer."""
-        report = _report(out, draw)
-        if bool(report.ignored) and int(report.ignored) == len(draw.indices):
+        if (ignored := int(out.ignored)) and ignored == len(draw.indices):
             require_finite(self.model)
         with self._state.lock:
             self._state.release(draw)
@@ -343,7 +350,7 @@ class Private:
             p = parameters[name]
             p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
         self._guard.released(parameters[name] for name in sums)
-        return report
+        return StepReport(len(draw.indices), out.losses, out.norms, out.weights, out.ignored)
 
     def _momentum_state(self, parameters: Parameters, samples: int) -> MomentumState:
         """What the momentum remembers, made at the first step: only then is the model where it stays."""
@@ -530,9 +537,3 @@ def _joined(parts: list[ScaledSum]) -> ScaledSum:
     )
     ignored = torch.stack([part.ignored for part in parts]).sum()
     return replace(parts[0], losses=losses, norms=norms, weights=weights, ignored=ignored)
-
-
-def _report(out: ScaledSum, draw: Draw) -> StepReport:
-    losses, drawn = out.losses, len(draw.indices)
-    mask = torch.arange(len(losses), device=losses.device) < drawn
-    return StepReport(losses.sum() / max(1, drawn), losses, out.norms, out.weights, mask, out.ignored)

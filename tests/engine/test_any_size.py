@@ -55,7 +55,7 @@ def released(counts, *, model=None, compile=False, made=None, sigma=1.0, **optio
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     private = dpscale.privatize(model, optimizer, plan, seed=0, compile=compile, **options)
     if compile:
-        private._engine = Engine(model, compile=backend, any_size=len(private._sizes.rows) > 1)
+        private._engine = Engine(model, compile=backend, any_size=private._padding.varies)
     start, steps = vector(model), []
     for batch in private.batches(data(N)):
         private.step(batch, loss_fn)

@@ -59,10 +59,23 @@ def see_into(data: Any) -> None:
             see_into(value)
 
 
+def leaves_of(batch: Any) -> list[Any]:
+    """What a batch consists of; of the most usual ones without a walk."""
+    values = list(batch) if type(batch) in (tuple, list) else list(batch.values()) if type(batch) is dict else [batch]
+    if all(isinstance(value, Tensor) for value in values):
+        return values
+    see_into(batch)
+    return tree_leaves(batch)
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """The tensors of a batch."""
+    return [t for t in leaves_of(batch) if isinstance(t, Tensor)]
+
+
 def batch_size(batch: Any) -> tuple[int, torch.device]:
     """The common first dimension of a batch's tensors, and their device."""
-    see_into(batch)
-    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    tensors = tensors_in(batch)
     if not tensors:
         raise complaint("scaled_sum", "batch", "a pytree that holds at least one tensor", type(batch).__name__)
     sizes = [t.shape[0] if t.ndim else None for t in tensors]  # compared, not hashed: a symbol cannot be
@@ -139,14 +152,21 @@ def _plain_rows(data: Any, count: int) -> bool:
 
 def shapes_of(batch: Any) -> Any:
     """The shape of one sample. The number of samples is no part of it."""
-    return tuple(t.shape[1:] for t in tree_leaves(batch) if isinstance(t, Tensor))
+    return tuple([t.shape[1:] for t in tensors_in(batch)])
 
 
 def kind_of(found: Structure, batch: Any) -> Any:
     """When this changes, what was found out about a model of that structure may no longer hold."""
     return (
         *found.switches(),
-        str(tree_structure(over_rows(batch, lambda rows: 0, batch_size(batch)[0]))),
-        tuple(t.dtype for t in tree_leaves(batch) if isinstance(t, Tensor)),
-        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+        _tree_of(batch),
+        tuple([t.dtype for t in tensors_in(batch)]),
+        *[(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
     )
+
+
+def _tree_of(batch: Any) -> Any:
+    """How a batch is put together, whatever the number of its rows."""
+    if type(batch) in (tuple, list) and all(isinstance(value, Tensor) for value in batch):
+        return type(batch), len(batch)
+    return str(tree_structure(over_rows(batch, lambda rows: 0, batch_size(batch)[0])))

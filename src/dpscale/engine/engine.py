@@ -24,19 +24,16 @@ from dpscale.engine.arguments import (
     check_losses,
     check_mask,
     check_points,
-    kind_of,
     require_finite,
     require_real,
-    shapes_of,
     trainable,
 )
 from dpscale.engine.by_sample import sum_by_sample
 from dpscale.engine.combine import ScaledSum, combine, evaluate, exactly, gradients
 from dpscale.engine.compile.inductor import inductor
-from dpscale.engine.compile.step import Backend, CompiledSum
+from dpscale.engine.compile.step import Backend, CompiledSum, Setting
 from dpscale.engine.errors import PassedBy
-from dpscale.engine.identity import code_of, identity
-from dpscale.engine.modules import structure
+from dpscale.engine.identity import code_of
 from dpscale.engine.phases import cold_start, phase, waiting
 from dpscale.engine.recorder import Recorder
 from dpscale.engine.rules.forms import Dense
@@ -130,14 +127,13 @@ class Engine:
 
         subject = Subject(model, parameters, run, loss_fn)
         with cold_start():
-            setting = identity(loss_fn, numbers=True)
-            kind = self.trust(subject, batch, mask, code_of(loss_fn), setting, rows, singles, rest)
+            kind, setting = self.trust(subject, batch, mask, rows, singles, rest)
             for again in (True, False):
                 if kind in self._obstacles:
                     break
                 try:
                     if self._compiled is not None and change is None:
-                        out = self._compiled(loss_fn, run, batch, rule, mask, points, self._sites, keep=keep)
+                        out = self._compiled(setting, run, batch, rule, mask, points, self._sites, keep=keep)
                         if out is not None:
                             return out
                     counting = points and [(c, w) for c, w in points if c != 0]
@@ -148,26 +144,24 @@ class Engine:
         return sum_by_sample(model, parameters, run, batch, rule, mask, points, change)
 
     def trust(
-        self, subject: Subject, batch: Any, mask: Tensor, loss: Any, holding: Any, rows: Features | None = None,
+        self, subject: Subject, batch: Any, mask: Tensor, rows: Features | None = None,
         singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (),
-    ) -> Any:  # fmt: skip
+    ) -> tuple[Any, Setting]:  # fmt: skip
         """Look at the model if a look is due; refuse it if it must not be trained.
 
-        Args:
-            loss: what the losses are made by: another one is another kind.
-            holding: what that holds and reads: with something else it is to be glanced at.
-
         Returns:
-            the kind of model and loss, by which what was found is remembered.
+            the kind of model and loss, by which what was found is remembered; and how it is set.
         """
-        found = structure(subject.model)
-        kind = loss, found.kinds, tuple(found.trainable), found.names
-        setting = holding, kind_of(found, batch), found.attributes.settings, found.number
+        setting = Setting.of(subject.model, subject.loss_fn, batch)
+        found = setting.found
+        kind = code_of(subject.loss_fn), found.kinds, tuple(found.trainable), found.names
+        told = setting.holding, setting.kind, found.attributes.settings, found.number
         rows = features(batch, wait=True) if rows is None else rows
-        due = self._schedule.due(kind, setting, shapes_of(batch), len(mask), rows)
+        due = self._schedule.due(kind, told, setting.shapes, len(mask), rows)
         if due is not None:
             self.look(subject, batch, mask, kind, rows, due, singles, rest)
-        return kind
+            setting = Setting.of(subject.model, subject.loss_fn, batch)  # as those forwards have left it
+        return kind, setting
 
     def look(
         self, subject: Subject, batch: Any, mask: Tensor, kind: Any, rows: Features | None = None,

@@ -7,7 +7,7 @@ what it depends on, and only that is looked over again.
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -49,8 +49,7 @@ class Structure:
         attributes: what else the modules hold that a forward may read or ask: numbers, flags and words.
         flags: what the buffers hold that a forward may ask.
         number: of this structure, among all that were ever found.
-        state: what these depend on. A parameter stands there by its place in memory, which no other can take while
-            ``trainable`` or ``constants`` holds it; a buffer likewise.
+        state: what these depend on.
     """
 
     trainable: dict[str, Tensor]
@@ -61,7 +60,7 @@ class Structure:
     attributes: "Attributes"
     flags: "Flags"
     number: int
-    state: list[Any]
+    state: "_State"
 
     def switches(self) -> tuple[Any, ...]:
         """When this changes, a forward may go another way."""
@@ -75,16 +74,15 @@ _numbers = count()
 
 def structure(model: nn.Module) -> Structure:
     """Of the model as it is now."""
-    state = _state(model)
     known = _known.get(model)
-    if known is None or known.state != state:
+    if known is None or not known.state.holds():
         constants: dict[str, Tensor] = dict(model.named_buffers())
         parameters: dict[str, Tensor] = {}
         for name, p in model.named_parameters():
             (parameters if p.requires_grad else constants)[name] = p
         kinds, training = zip(*((type(m), m.training) for m in model.modules()), strict=True)
         held = tuple(constants.values()), tuple(constants), Attributes(model), Flags(model)
-        known = _known[model] = Structure(parameters, kinds, training, *held, next(_numbers), state)
+        known = _known[model] = Structure(parameters, kinds, training, *held, next(_numbers), _State(model))
     return known
 
 
@@ -147,7 +145,7 @@ class Flags:
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [b for b in model.buffers() if is_integer_scalar(b)]
         self._marks: list[Any] = [None] * len(self._buffers)
-        self._kinds: list[Any] = [None] * len(self._buffers)
+        self._kinds: tuple[Any, ...] = (None,) * len(self._buffers)
 
     def kinds(self) -> tuple[Any, ...]:
         """What a branch is most likely to ask of them; of one that the forward counts by itself, what it was at first,
@@ -156,32 +154,43 @@ class Flags:
             mark = version(b) if b.is_cuda else b.item()  # to read from a GPU is to wait for it
             if mark != self._marks[k]:
                 if self._marks[k] is None or b not in COUNTERS:
-                    self._kinds[k] = kind(b.item())
+                    self._kinds = (*self._kinds[:k], kind(b.item()), *self._kinds[k + 1 :])
                 self._marks[k] = mark
-        return tuple(self._kinds)
+        return self._kinds
 
 
-def _state(model: nn.Module) -> list[Any]:
-    """All names, classes, modes and parameters below a model, as they come."""
-    state: list[Any] = []
-    seen: dict[int, int] = {}
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is None or id(module) in seen:
-            state.append(None if module is None else (seen[id(module)],))
-            continue
-        seen[id(module)] = len(seen)
-        state += (type(module), module.training, len(vars(module)))
-        state += [name for each in hooks(module) if each for name, hook in each.items() if not hasattr(hook, "ours")]
-        parameters, buffers, modules = registered(module)
-        for name, p in parameters.items():
-            state += (name, id(p), p is not None and p.requires_grad)
-        for name, buffer in buffers.items():
-            state += (name, id(buffer))
-        state += modules.keys()  # a scripted module's are no dictionary
-        waiting += modules.values()
-    return state
+class _State:
+    """All names, classes, modes, hooks, parameters, buffers and children below a model, as they were.
+
+    Modules stand there by their place in memory, which no other can take while they live; so do parameters and buffers,
+    which a `Structure` holds. A model is looked over at every step, so this hardly loops in Python.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [weakref.ref(m) for m in model.modules()]
+        self._seen = self._now(list(model.modules()))
+
+    @staticmethod
+    def _now(modules: Sequence[nn.Module]) -> list[Any]:
+        held = [each for three in map(registered, modules) for each in three]
+        things = [each for some in held for each in some.values()]
+        parameters = [p for some in held[::3] for p in some.values()]
+        called = [each for four in map(hooks, modules) for each in four if each]
+        return [
+            *map(type, modules),
+            *[m.training for m in modules],
+            *map(len, map(vars, modules)),
+            *[number for each in called for number, hook in each.items() if not hasattr(hook, "ours")],
+            *map(len, held),
+            *[name for some in held if some for name in some.keys()],  # noqa: SIM118 (a scripted one's is no dictionary)
+            *map(id, things),
+            *[p is not None and p.requires_grad for p in parameters],
+        ]
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        modules = [module for each in self._modules if (module := each()) is not None]
+        return len(modules) == len(self._modules) and self._now(modules) == self._seen
 
 
 def _told(value: Any, deep: int = _DEEP) -> Any:

@@ -137,7 +137,7 @@ class Recorder:
 
         subject = Subject(model, trainable(model), run)
         mask = torch.ones(samples, dtype=torch.bool)
-        kind = self._engine.trust(subject, batch, mask, "forward", None, self._waiting[samples])
+        kind, _ = self._engine.trust(subject, batch, mask, self._waiting[samples])
         self._obstacle = self._engine.obstacle(kind)
         if self._obstacle is None:
             tape = Tape(subject.parameters, None, self._engine.sites, samples, lenient=True)

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dpscale.engine.arguments import LossFn, Points, kind_of, shapes_of
+from dpscale.engine.arguments import LossFn, Points, kind_of, leaves_of, shapes_of
 from dpscale.engine.combine import ScaledSum, evaluate, exactly, gradients, weigh
 from dpscale.engine.compat import (
     holds_for,
     trace_any_size,
     trace_on_fakes,
     tree_flatten,
-    tree_leaves,
     tree_unflatten,
     weak_view,
 )
@@ -262,6 +261,23 @@ def _strided(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
 
 
+class Setting(NamedTuple):
+    """What a model, a loss function and a batch are like, as far as a compiled step has it in it."""
+
+    loss_fn: LossFn | None
+    holding: Any  # what the loss function is, holds and reads
+    found: Structure
+    kind: Any
+    shapes: Any
+
+    @classmethod
+    def of(cls, model: nn.Module, loss_fn: LossFn | None, batch: Any) -> "Setting":
+        """As they are now; without a loss function, in a loop that is not ours."""
+        holding = None if loss_fn is None else identity(loss_fn, numbers=True)
+        found = structure(model)
+        return cls(loss_fn, holding, found, kind_of(found, batch), shapes_of(batch))
+
+
 class _Key(NamedTuple):
     """What a compiled step is for."""
 
@@ -270,6 +286,27 @@ class _Key(NamedTuple):
     rows: int | None  # None: any size; 0: every one of them, where it is impossible
     rule: Scaling
     points: Any
+
+
+def _key(rows: int | None, setting: Setting, batch: Any, rule: Scaling, points: Points | None) -> _Key:
+    constants = tuple([(type(t), repr(t)) for t in leaves_of(batch) if not isinstance(t, Tensor)])
+    places = tuple([id(weights) for _, weights in points or ()])  # a compiled step keeps them alive
+    return _Key(setting.holding, (setting.kind, setting.shapes, constants), rows, rule, places)
+
+
+class _Known(NamedTuple):
+    """A compiled step, or None where that was found to be impossible; attributes of the modules before and after."""
+
+    step: Compiled | None
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+
+    def reads_other(self, values: tuple[Any, ...]) -> bool:
+        """Whether an attribute of a module is not what the step has in it. One that the forward itself changes (a
+        counter) does not count: a forward that computes with it was refused."""
+        return values != self.after and any(
+            now != then for first, then, now in zip(self.before, self.after, values, strict=True) if first == then
+        )
 
 
 _ADVICE = {
@@ -292,17 +329,17 @@ class CompiledSum:
 
     def __init__(self, model: nn.Module, backend: Backend, any_size: bool = False) -> None:
         self._model, self._backend, self._any_size = weakref.ref(model), backend, any_size
-        self._known: dict[_Key, Compiled | None] = {}
-        self._read: dict[_Key, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}  # attributes before and after the tracing
+        self._known: dict[_Key, _Known] = {}
         self._made, self._explained, self._switched = 0, False, 0
 
     def __call__(
-        self, loss_fn: LossFn, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites,
+        self, setting: Setting, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites,
         *, keep: bool = False,
     ) -> ScaledSum | None:  # fmt: skip
         """As `dpscale.scaled_sum`; None where the eager path must be asked.
 
         Args:
+            setting: what the step is for.
             run: from a batch to the losses.
             points: the same mappings at every call, with new values in them: one compiled step is for them alone.
                 Points that do not count yet have the coefficient 0.
@@ -310,7 +347,7 @@ class CompiledSum:
             keep: copy the gradients. Without it they may be buffers that the next call overwrites.
         """
         with cold_start():
-            compiled = self._compiled(loss_fn, run, batch, rule, mask, points, sites)
+            compiled = self._compiled(setting, run, batch, rule, mask, points, sites)
         if compiled is None:
             return None
         outputs = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]])
@@ -324,50 +361,43 @@ class CompiledSum:
         return ScaledSum(grads, norms, weights, losses, torch.zeros((), dtype=torch.int64), rule.bound)
 
     def _compiled(
-        self, loss_fn: LossFn, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites
+        self, setting: Setting, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites
     ) -> Compiled | None:
         for rows in (None, len(mask)) if self._any_size else (len(mask),):
-            made = self._for_rows(rows, loss_fn, run, batch, rule, mask, points, sites)
+            made = self._for_rows(rows, setting, run, batch, rule, mask, points, sites)
             if made is not None and made.takes(len(mask)):
                 return made
         return None
 
     def _for_rows(
-        self, rows: int | None, loss_fn: LossFn, run: Run, batch: Any, rule: Scaling, mask: Tensor,
+        self, rows: int | None, setting: Setting, run: Run, batch: Any, rule: Scaling, mask: Tensor,
         points: Points | None, sites: Sites,
     ) -> Compiled | None:  # fmt: skip
         """The compiled step for so many rows, or for any number; None where there is none."""
-        model = self._model()
-        assert model is not None
-        found = structure(model)
-        key = self._key(rows, loss_fn, found, batch, rule, points)
-        known = self._known.get(key)
+        found = setting.found
+        key = _key(rows, setting, batch, rule, points)
         values = found.attributes.values  # as the key has just seen them
-        if known is not None and known.moved(found):
+        if (known := self._known.get(key)) is not None:
+            other = known.reads_other(values)
+            if known.step is None or not (other or known.step.moved(found)):
+                return known.step
+            self._switched += other
             del self._known[key]
-        elif known is not None and self._other(key, values):
-            self._switched += 1
-            del self._known[key]
-        if key in self._known or key._replace(rows=0) in self._known:  # made, or found to be impossible
-            return self._known.get(key)
+        if key._replace(rows=0) in self._known:
+            return None
         if self._made >= MOST:
             self._explain(key)
             return None
+        model = self._model()
+        assert model is not None
         made = self._compile(rows is None, model, run, batch, rule, mask, points, sites)
         self._made += made is not None or rows is not None
         impossible = made is None and rows is not None
         # The key anew, as the forwards meanwhile have left the model.
-        key = self._key(0 if impossible else rows, loss_fn, found, batch, rule, points)
-        self._known[key], self._read[key] = made, (values, found.attributes.values)
+        now = Setting.of(model, setting.loss_fn, batch)
+        key = _key(0 if impossible else rows, now, batch, rule, points)
+        self._known[key] = _Known(made, values, now.found.attributes.values)
         return made
-
-    def _key(
-        self, rows: int | None, loss_fn: LossFn, found: Structure, batch: Any, rule: Scaling, points: Points | None
-    ) -> _Key:
-        constants = tuple((type(t), repr(t)) for t in tree_leaves(batch) if not isinstance(t, Tensor))
-        places = tuple(id(weights) for _, weights in points or ())  # a compiled step keeps them alive
-        kind = (kind_of(found, batch), shapes_of(batch), constants)
-        return _Key(identity(loss_fn, numbers=True), kind, rows, rule, places)
 
     def _compile(
         self, any_size: bool, model: nn.Module, run: Run, batch: Any, rule: Scaling, mask: Tensor,
@@ -392,14 +422,6 @@ class CompiledSum:
             else:
                 log.warning("dpscale: runs eagerly, not compiled: %s", reason)
             return None
-
-    def _other(self, key: _Key, values: tuple[Any, ...]) -> bool:
-        """Whether an attribute of a module is not what the compiled step has in it. One that the forward itself changes
-        (a counter) does not count: a forward that computes with it was refused."""
-        before, after = self._read[key]
-        return values != after and any(
-            now != then for first, then, now in zip(before, after, values, strict=True) if first == then
-        )
 
     def _explain(self, key: _Key) -> None:
         """Say once why nothing more is compiled: by what most of the steps so far differ from this one."""

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpscale.engine.arguments import has_rows, over_rows
-from dpscale.engine.compat import tree_leaves
+from dpscale.engine.arguments import has_rows, over_rows, tensors_in
 
 Features = NDArray[np.float64]
 """(B, F): numbers that tell the rows of a batch apart."""
@@ -25,7 +24,7 @@ FEW = 16
 
 def features(batch: Any, *, wait: bool = False) -> Features | None:
     """Of each row; None where the data are on another device, unless it is ``wait``ed for."""
-    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    tensors = tensors_in(batch)
     if any(t.device.type != "cpu" for t in tensors) and not wait:
         return None
     columns = [column for t in tensors for column in _columns(t.detach().reshape(len(t), -1))]
@@ -51,6 +50,9 @@ class Novelty:
     def __init__(self) -> None:
         self._values: list[set[float]] = []
         self._range: Features | None = None
+        self._margin = np.zeros(0)
+        self._few = np.zeros(0, dtype=np.int64)  # features of few values, and those values in a table
+        self._table = np.zeros((0, FEW))
 
     def new(self, rows: Features) -> tuple[NDArray[np.int64], bool]:
         """Numbers of the rows that are like none before, the farthest from those first, all of them at first; and
@@ -58,13 +60,10 @@ class Novelty:
         if self._range is None or self._range.shape[1] != rows.shape[1]:
             return np.arange(len(rows)), True
         low, high = self._range
-        many = np.array([len(values) > FEW for values in self._values])
-        margin = np.where(many, 0.1 * (high - low), 0.0)  # of many values there is always a next extreme
-        beyond = ((rows < low - margin) | (rows > high + margin)).any(1)
-        strange = np.zeros(len(rows), dtype=bool)
-        for k, values in enumerate(self._values):
-            if len(values) <= FEW and not values.issuperset(np.unique(rows[:, k]).tolist()):
-                strange |= ~np.isin(rows[:, k], list(values))
+        beyond = ((rows < low - self._margin) | (rows > high + self._margin)).any(1)
+        strange = (rows[:, self._few, None] != self._table).all(2).any(1)
+        if not (beyond | strange).any():
+            return np.zeros(0, dtype=np.int64), False
         out = np.maximum(low - rows, rows - high).clip(0) / np.maximum(high - low, 1e-9 * np.abs(high) + 1e-200)
         new = np.flatnonzero(strange | beyond)
         far = out[new].max(1)
@@ -80,6 +79,11 @@ class Novelty:
                 found = np.unique(column)
                 many = len(column) > FEW // 4 and len(found) == len(column)  # no two rows are alike in it
                 values.update(range(FEW + 1) if many else found[: FEW + 1].tolist())
+        few = np.array([len(values) <= FEW for values in self._values])
+        self._few = np.flatnonzero(few)
+        self._table = np.array([(list(self._values[k]) * FEW)[:FEW] for k in self._few]).reshape(-1, FEW)
+        # Of many values there is always a next extreme.
+        self._margin = np.where(few, 0.0, 0.1 * (self._range[1] - self._range[0]))
 
 
 def choose(
@@ -136,7 +140,7 @@ def _shared(rows: Features) -> NDArray[np.float64]:
 
 def count_of(batch: Any) -> int:
     """Rows of a batch."""
-    return len(next(t for t in tree_leaves(batch) if isinstance(t, Tensor)))
+    return len(tensors_in(batch)[0])
 
 
 def take(batch: Any, rows: Sequence[int]) -> Any:

@@ -40,6 +40,7 @@ class Schedule:
         self._sums = 0
         self._kinds: set[Hashable] = set()
         self._settings: set[Hashable] = set()
+        self._now: Hashable = None  # of the last sum, if it was known
         self._novelty: dict[Hashable, Novelty] = {}
         self._sizes: list[int] = []
         self._forced = dict(FORCED)
@@ -64,7 +65,7 @@ class Schedule:
         novelty = self._novelty.setdefault(shapes, Novelty())
         nothing: tuple[Sequence[int], bool] = [], False
         new, far = nothing if rows is None else novelty.new(rows)
-        reasons = {"far": far, "rows": len(new) > 0, "settings": (kind, setting, shapes) not in self._settings}
+        reasons = {"far": far, "rows": len(new) > 0, "settings": not self._is_known(kind, setting, shapes)}
         if not self._is_due(kind, size, reasons, now):
             return None
         thorough = kind not in self._kinds or self._long_ago(now)
@@ -74,6 +75,14 @@ class Schedule:
         if rows is not None:  # rows that are not looked at stay new
             novelty.learn(rows)
         return Due([int(i) for i in new] if len(new) < size else [], thorough)
+
+    def _is_known(self, *now: Hashable) -> bool:
+        """Whether such a kind, setting and shapes were looked at; most steps are like the one before."""
+        if now == self._now:
+            return True
+        known = now in self._settings
+        self._now = now if known else None
+        return known
 
     def _is_due(self, kind: Hashable, size: int, reasons: Mapping[str, bool], now: float) -> bool:
         if kind not in self._kinds:
@@ -99,6 +108,7 @@ class Schedule:
         """Look again at the next sum: something was met that no look has seen."""
         self._kinds.clear()
         self._settings.clear()
+        self._now = None
 
     def _long_ago(self, now: float) -> bool:
         """The time since the last check is worth one more."""
