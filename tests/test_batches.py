@@ -14,7 +14,6 @@ from torch.utils.data import Dataset, default_collate
 
 import dpscale
 from dpscale.batches import Batch, Padding, padded, part_of, rows_of
-from dpscale.shapes import Sizes
 from dpscale.engine.verify.rows import neutral
 from dpscale.sampling import Draw
 from dpscale.shapes import Sizes

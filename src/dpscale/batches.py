@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -145,7 +146,7 @@ class Padding:
 
     def __call__(self, data: Any, count: int, rows: int, summed: Callable[[Any, Tensor], ScaledSum]) -> ScaledSum:
         """What ``summed(data, mask)`` gives for ``count`` rows padded to ``rows``, without what it says of padding."""
-        mask = torch.arange(rows, device=device_of(data)) < count
+        mask = _mask(rows, count, device_of(data))
         if count < rows and not self._decided:
             self._copies = not self._takes_zeros(padded(data, count, rows), mask, count, summed)
             self._decided = True
@@ -160,6 +161,12 @@ class Padding:
             if out_of_memory(error):
                 raise
             return False  # if it was not for the zeros, the copies will show it
+
+
+@lru_cache(4096)
+def _mask(rows: int, count: int, device: torch.device) -> Tensor:
+    """True for the first ``count`` of so many rows. The same tensor every time, which nobody writes to."""
+    return torch.arange(rows, device=device) < count
 
 
 class Collated:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dpscale.batches import Batch
 from dpscale.checks import quiet
 from dpscale.engine import Engine, LossFn, UnsupportedModel, batch_size, check_losses, require_finite, trainable
+from dpscale.engine.modules import structure
 from dpscale.engine.verify.look import Subject
 from dpscale.fix import fixable
 
@@ -64,8 +65,9 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> CheckReport:
     try:
         with quiet("dpscale"):  # what would be logged is in the report
             require_finite(model)
-            subject = Subject(model, trainable(model), run, loss_fn)
-            kind = engine.trust(subject, data, torch.ones(samples, dtype=torch.bool, device=device), None, None)
+            found = structure(model)
+            subject = Subject(model, trainable(found), run, loss_fn)
+            kind, _ = engine.trust(subject, found, data, torch.ones(samples, dtype=torch.bool, device=device))
     except (UnsupportedModel, ValueError) as error:
         return CheckReport(str(error), notes)
     obstacle = engine.obstacle(kind)

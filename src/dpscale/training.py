@@ -372,7 +372,7 @@ class Private:
         they are watched for gradients that come from elsewhere."""
         found = structure(self.model)
         if found is not self._structure:
-            trainable(self.model)  # refuses a model that has none
+            trainable(found)  # refuses a model that has none
             check_optimizer(self.model, self.optimizer)
             self._guard.watch(found.trainable.values())
             self._structure = found
@@ -490,7 +490,7 @@ def _require_one_process() -> None:
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """It must be over the model's trainable parameters, all of them and nothing else."""
-    names = {id(p): n for n, p in trainable(model).items()}
+    names = {id(p): n for n, p in trainable(structure(model)).items()}
     steered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     strangers = len(steered - {id(p) for p in model.parameters()})
     require(not strangers, "privatize", "optimizer", "over parameters of the model alone", f"{strangers} other tensors",

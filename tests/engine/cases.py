@@ -14,6 +14,7 @@ import dpscale
 from dpscale.engine import trainable
 from dpscale.engine.combine import evaluate, gradients, weigh
 from dpscale.engine.engine import engine_of
+from dpscale.engine.modules import structure
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.rules.arithmetic import Arithmetic, PReLU
 from dpscale.engine.rules.convolution import Convolution, TransposedConvolution
@@ -330,7 +331,7 @@ def check_sample_by_sample(model, batch, rule, *, why, **options):
 def traced(model, loss, batch, rule):
     """The engine's sums and norms as one graph of tensor operations; a branch on values cannot be in it."""
     dpscale.scaled_sum(model, loss, batch, rule)  # looks outside of the trace
-    parameters = trainable(model)
+    parameters = trainable(structure(model))
 
     def run(data):
         return loss(model, data)

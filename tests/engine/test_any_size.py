@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import dpscale
 from dpscale.engine import Engine
@@ -169,7 +170,9 @@ def test_len_is_pythons_own_again():
 
 
 def test_a_compiled_step_of_torchs_compiler_serves_every_path():
+    """And it is found in the compiler's cache by the next run, which passes by what it cannot name."""
     counts = [*PATHS.values()]
+    counters["inductor"].clear()
     model = mlp()
     plan = dpscale.Plan(scaling=RULE, sampling=scripted(counts), steps=len(counts), noise_multiplier=1.0)
     private = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, seed=0, compile=True)
@@ -177,6 +180,8 @@ def test_a_compiled_step_of_torchs_compiler_serves_every_path():
         private.step(batch, loss_fn)
     (key,) = private._engine._compiled._known
     assert key.rows is None
+    found = counters["inductor"]
+    assert found["fxgraph_cache_miss"] + found["fxgraph_cache_hit"] == 1 and not found["fxgraph_cache_bypass"]
     other = mlp()
     eager = dpscale.privatize(other, torch.optim.SGD(other.parameters(), lr=0.1), plan, seed=0, compile=False)
     for batch in eager.batches(data(N)):

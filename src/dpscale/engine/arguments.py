@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dpscale.checks import complaint
 from dpscale.engine.compat import is_tree_node, register_tree_node, tree_leaves, tree_structure
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.modules import PLAIN, Structure, structure
+from dpscale.engine.modules import PLAIN, Structure
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch) -> losses``, one per sample, shape (B,)."""
@@ -20,9 +20,9 @@ Points = Sequence[tuple[float | Tensor, Mapping[str, Tensor]]]
 """``[(coefficient, {parameter name: tensor}), ...]``: released weights over which gradients are combined."""
 
 
-def trainable(model: nn.Module) -> dict[str, Tensor]:
+def trainable(found: Structure) -> dict[str, Tensor]:
     """The parameters to train, by name; a tied parameter appears once."""
-    parameters = structure(model).trainable
+    parameters = found.trainable
     if not parameters:
         raise ValueError("The model has no trainable parameter. Set requires_grad_(True) on what should be trained.")
     return dict(parameters)

@@ -73,15 +73,21 @@ def is_tree_node(made: type) -> bool:
     return made in pytree.SUPPORTED_NODES
 
 
-def trace_on_fakes(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.GraphModule:
+Decompositions = Mapping[Any, Callable[..., Any]]
+"""What to take for an operation: a function of others."""
+
+
+def trace_on_fakes(
+    function: Callable[..., Any], inputs: Sequence[Any], decompositions: Decompositions
+) -> torch.fx.GraphModule:
     """A function as one graph of tensor operations, traced on fake tensors. If it goes: `torch.export`."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    return make_fx(function, dict(decompositions), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 
 
 def trace_any_size(
-    function: Callable[..., Any], inputs: Sequence[Tensor], batched: Collection[int]
+    function: Callable[..., Any], inputs: Sequence[Tensor], batched: Collection[int], decompositions: Decompositions
 ) -> torch.fx.GraphModule:
     """As `trace_on_fakes`, with a symbol for the rows of the inputs ``batched``. If it goes: a trace for each size.
 
@@ -102,7 +108,9 @@ def trace_any_size(
 
     fakes = [any_size(t) if k in batched else fake.from_tensor(t, static_shapes=True) for k, t in enumerate(inputs)]
     with _len_of_any_size():
-        graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fakes)
+        trace = make_fx(function, dict(decompositions), tracing_mode="symbolic", _allow_non_fake_inputs=True)
+        graph = trace(*fakes)
+    del graph.shape_env  # the compiler's cache on disk takes no graph that has it
     if shapes.replacements:
         raise RuntimeError("an operation needs to know the size of the batch")
     return graph
@@ -153,18 +161,13 @@ def weak_view(t: Tensor) -> Tensor:
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(weak, t.storage_offset(), t.shape, t.stride())
 
 
-def compile_graph(
-    graph: torch.fx.GraphModule, inputs: Sequence[Tensor], patches: dict[str, Any],
-    decompositions: Mapping[Any, Callable[..., Any]],
-) -> Callable[..., Any]:  # fmt: skip
+def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Tensor], patches: dict[str, Any]) -> Callable[..., Any]:
     """Compile a traced graph for inputs of these shapes. If it goes: `torch.compile`, which traces by itself.
 
     Args:
         patches: settings of the compiler, for this graph alone.
-        decompositions: what to take for an operation, beside the compiler's own.
     """
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
@@ -172,8 +175,7 @@ def compile_graph(
         # Without an environment of shapes the compiler's cache on disk is passed by: every run would compile anew.
         fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         fakes = [fake.from_tensor(t, static_shapes=True) for t in inputs]
-    table: dict[Any, Callable[..., Any]] = {**select_decomp_table(), **decompositions}
-    compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=table)
+    compiled: Any = compile_fx(graph, fakes, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
 

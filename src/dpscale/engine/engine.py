@@ -34,6 +34,7 @@ from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.compile.step import Backend, CompiledSum, Setting
 from dpscale.engine.errors import PassedBy
 from dpscale.engine.identity import code_of
+from dpscale.engine.modules import Structure, structure
 from dpscale.engine.phases import cold_start, phase, waiting
 from dpscale.engine.recorder import Recorder
 from dpscale.engine.rules.forms import Dense
@@ -113,8 +114,8 @@ class Engine:
             rest: other parts of the batch that these were collated with.
             rows: features of the rows, if they are known.
         """
-        model = self.model
-        parameters = trainable(model)
+        model, found = self.model, structure(self.model)
+        parameters = trainable(found)
         samples, device = batch_size(batch)
         mask = check_mask("scaled_sum", mask, samples, device)
         points = check_points(points, parameters)
@@ -127,7 +128,7 @@ class Engine:
 
         subject = Subject(model, parameters, run, loss_fn)
         with cold_start():
-            kind, setting = self.trust(subject, batch, mask, rows, singles, rest)
+            kind, setting = self.trust(subject, found, batch, mask, rows, singles, rest)
             for again in (True, False):
                 if kind in self._obstacles:
                     break
@@ -144,7 +145,7 @@ class Engine:
         return sum_by_sample(model, parameters, run, batch, rule, mask, points, change)
 
     def trust(
-        self, subject: Subject, batch: Any, mask: Tensor, rows: Features | None = None,
+        self, subject: Subject, found: Structure, batch: Any, mask: Tensor, rows: Features | None = None,
         singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (),
     ) -> tuple[Any, Setting]:  # fmt: skip
         """Look at the model if a look is due; refuse it if it must not be trained.
@@ -152,15 +153,14 @@ class Engine:
         Returns:
             the kind of model and loss, by which what was found is remembered; and how it is set.
         """
-        setting = Setting.of(subject.model, subject.loss_fn, batch)
-        found = setting.found
+        setting = Setting.of(found, subject.loss_fn, batch)
         kind = code_of(subject.loss_fn), found.kinds, tuple(found.trainable), found.names
         told = setting.holding, setting.kind, found.attributes.settings, found.number
         rows = features(batch, wait=True) if rows is None else rows
         due = self._schedule.due(kind, told, setting.shapes, len(mask), rows)
         if due is not None:
             self.look(subject, batch, mask, kind, rows, due, singles, rest)
-            setting = Setting.of(subject.model, subject.loss_fn, batch)  # as those forwards have left it
+            setting = Setting.of(structure(subject.model), subject.loss_fn, batch)  # as those forwards have left it
         return kind, setting
 
     def look(

@@ -19,6 +19,7 @@ from dpscale.engine.arguments import check_losses, trainable
 from dpscale.engine.combine import ScaledSum, backward, combine, exactly, gradients
 from dpscale.engine.compat import tree_flatten, tree_unflatten
 from dpscale.engine.errors import SECOND, UnsupportedModel
+from dpscale.engine.modules import structure
 from dpscale.engine.tape.tape import Tape, Watched
 from dpscale.engine.verify.credit import insides, misplaced
 from dpscale.engine.verify.look import Subject
@@ -91,7 +92,7 @@ class Recorder:
         if self._twice:
             raise UnsupportedModel(SECOND)
         self._check_apart(losses, forwards)
-        parameters = trainable(self._engine.model)
+        parameters = trainable(structure(self._engine.model))
         tapes = [each.tape for each in forwards]
         grads = backward(tapes, parameters, losses, mask.to(losses.dtype))
         if all(g is None for each in grads for g in each):
@@ -135,9 +136,10 @@ class Recorder:
             a, k = tree_unflatten([put.get(n, t) for n, t in enumerate(flat)], spec)
             return _projected(model(*a, **k), len(batch[0]))
 
-        subject = Subject(model, trainable(model), run)
+        found = structure(model)
+        subject = Subject(model, trainable(found), run)
         mask = torch.ones(samples, dtype=torch.bool)
-        kind, _ = self._engine.trust(subject, batch, mask, self._waiting[samples])
+        kind, _ = self._engine.trust(subject, found, batch, mask, self._waiting[samples])
         self._obstacle = self._engine.obstacle(kind)
         if self._obstacle is None:
             tape = Tape(subject.parameters, None, self._engine.sites, samples, lenient=True)

@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 from dpscale.checks import require
-from dpscale.engine import LossFn, trainable
+from dpscale.engine import LossFn
+from dpscale.engine.modules import structure
 from dpscale.engine.phases import listening, phase
 from dpscale.lab import diagnostics
 from dpscale.lab.data import Data, hold_out
@@ -380,7 +381,7 @@ def _steps(model: nn.Module, job: Job, data: Data, plan: Plan | None, watch: _Wa
 
 
 def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data, watch: _Watch) -> Iterator[_Step]:
-    optimizer, losses, parameters = _optimizer(model, job), _losses_of(job.config), trainable(model)
+    optimizer, losses, parameters = _optimizer(model, job), _losses_of(job.config), structure(model).trainable
     assert plan.steps is not None
     compiled = data.train_labels.is_cuda or plan.steps >= _LONG
     private = privatize(model, optimizer, plan, seed=job.seed, micro_batch=job.config.micro_batch, compile=compiled)

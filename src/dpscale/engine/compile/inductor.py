@@ -43,7 +43,7 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[...
     if images:
         # Images are large: to compute a norm and its activation again costs less than to write and read them.
         patches |= {"realize_reads_threshold": 8, "realize_acc_reads_threshold": 16, "realize_opcount_threshold": 200}
-    return compile_graph(graph, inputs, patches, CHEAPER)
+    return compile_graph(graph, inputs, patches)
 
 
 def _mish(x: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from dpscale.engine.compat import (
     weak_view,
 )
 from dpscale.engine.compile.finite_flag import FiniteFlag, publish
+from dpscale.engine.compile.inductor import CHEAPER
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import identity
 from dpscale.engine.modules import Structure, structure, untouched
@@ -69,7 +70,9 @@ def traced(step: Callable[..., Any], inputs: list[Tensor], last: bool, batched: 
 
     def trace(last: bool) -> torch.fx.GraphModule:
         with channels_last(last):
-            return trace_any_size(step, inputs, batched) if batched else trace_on_fakes(step, inputs)
+            if batched:
+                return trace_any_size(step, inputs, batched, CHEAPER)
+            return trace_on_fakes(step, inputs, CHEAPER)
 
     try:
         return trace(last)
@@ -271,10 +274,9 @@ class Setting(NamedTuple):
     shapes: Any
 
     @classmethod
-    def of(cls, model: nn.Module, loss_fn: LossFn | None, batch: Any) -> "Setting":
+    def of(cls, found: Structure, loss_fn: LossFn | None, batch: Any) -> "Setting":
         """As they are now; without a loss function, in a loop that is not ours."""
         holding = None if loss_fn is None else identity(loss_fn, numbers=True)
-        found = structure(model)
         return cls(loss_fn, holding, found, kind_of(found, batch), shapes_of(batch))
 
 
@@ -394,7 +396,7 @@ class CompiledSum:
         self._made += made is not None or rows is not None
         impossible = made is None and rows is not None
         # The key anew, as the forwards meanwhile have left the model.
-        now = Setting.of(model, setting.loss_fn, batch)
+        now = Setting.of(structure(model), setting.loss_fn, batch)
         key = _key(0 if impossible else rows, now, batch, rule, points)
         self._known[key] = _Known(made, values, now.found.attributes.values)
         return made

@@ -52,7 +52,7 @@ class Novelty:
         self._range: Features | None = None
         self._margin = np.zeros(0)
         self._few = np.zeros(0, dtype=np.int64)  # features of few values, and those values in a table
-        self._table = np.zeros((0, FEW))
+        self._table = np.zeros((FEW, 1, 0))
 
     def new(self, rows: Features) -> tuple[NDArray[np.int64], bool]:
         """Numbers of the rows that are like none before, the farthest from those first, all of them at first; and
@@ -61,7 +61,7 @@ class Novelty:
             return np.arange(len(rows)), True
         low, high = self._range
         beyond = ((rows < low - self._margin) | (rows > high + self._margin)).any(1)
-        strange = (rows[:, self._few, None] != self._table).all(2).any(1)
+        strange = (rows[:, self._few] != self._table).all(0).any(1)
         if not (beyond | strange).any():
             return np.zeros(0, dtype=np.int64), False
         out = np.maximum(low - rows, rows - high).clip(0) / np.maximum(high - low, 1e-9 * np.abs(high) + 1e-200)
@@ -81,7 +81,7 @@ class Novelty:
                 values.update(range(FEW + 1) if many else found[: FEW + 1].tolist())
         few = np.array([len(values) <= FEW for values in self._values])
         self._few = np.flatnonzero(few)
-        self._table = np.array([(list(self._values[k]) * FEW)[:FEW] for k in self._few]).reshape(-1, FEW)
+        self._table = np.array([(list(self._values[k]) * FEW)[:FEW] for k in self._few]).reshape(-1, FEW).T[:, None]
         # Of many values there is always a next extreme.
         self._margin = np.where(few, 0.0, 0.1 * (self._range[1] - self._range[0]))
 
