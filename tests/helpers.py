@@ -37,10 +37,10 @@ def plan(**changes):
     return dpscale.Plan(**(settings | changes))
 
 
-def private(model=None, *, lr=0.1, seed=0, micro_batch=None, optimizer=None, **changes):
+def private(model=None, *, lr=0.1, seed=0, micro_batch=None, optimizer=None, compile=None, **changes):
     model = model or mlp()
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
-    return dpscale.privatize(model, optimizer, plan(**changes), seed=seed, micro_batch=micro_batch)
+    return dpscale.privatize(model, optimizer, plan(**changes), seed=seed, micro_batch=micro_batch, compile=compile)
 
 
 def vector(model):

@@ -52,7 +52,7 @@ def test_micro_batches_do_not_change_the_result(micro_batch):
 
 @pytest.mark.parametrize("how", ["step", "backward"])
 def test_the_log_says_once_how_long_the_inspection_took(how, caplog):
-    run, heard = private(), []
+    run, heard = private(compile=False), []
     with caplog.at_level(logging.INFO, logger="dpscale"), listening(heard.append):
         for batch in run.batches(data()):
             run.step(batch, loss_fn) if how == "step" else run.backward(loss_fn(run.model, batch))
@@ -66,7 +66,7 @@ def test_a_refused_model_is_never_said_to_be_ready(caplog):
     model, heard = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), []
     log = caplog.at_level(logging.INFO, logger="dpscale")
     with log, listening(heard.append), pytest.raises(dpscale.UnsupportedModel):
-        train(private(model))
+        train(private(model, compile=False))
     assert heard == ["checking", None] and not caplog.records
 
 
@@ -75,7 +75,7 @@ def test_any_optimizer(name):
     def run(how):
         model = mlp()
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
-        run = private(model, optimizer=optimizer)
+        run = private(model, optimizer=optimizer, compile=False)
         for batch in run.batches(data()):
             if how == "step":
                 run.step(batch, loss_fn)

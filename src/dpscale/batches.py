@@ -146,7 +146,7 @@ class Padding:
 
     def __call__(self, data: Any, count: int, rows: int, summed: Callable[[Any, Tensor], ScaledSum]) -> ScaledSum:
         """What ``summed(data, mask)`` gives for ``count`` rows padded to ``rows``, without what it says of padding."""
-        mask = _mask(rows, count, device_of(data))
+        mask = _counted(rows, device_of(data)) < count
         if count < rows and not self._decided:
             self._copies = not self._takes_zeros(padded(data, count, rows), mask, count, summed)
             self._decided = True
@@ -163,10 +163,10 @@ class Padding:
             return False  # if it was not for the zeros, the copies will show it
 
 
-@lru_cache(4096)
-def _mask(rows: int, count: int, device: torch.device) -> Tensor:
-    """True for the first ``count`` of so many rows. The same tensor every time, which nobody writes to."""
-    return torch.arange(rows, device=device) < count
+@lru_cache(64)
+def _counted(rows: int, device: torch.device) -> Tensor:
+    """0, 1, …: the same tensor every time, which nobody writes to."""
+    return torch.arange(rows, device=device)
 
 
 class Collated:

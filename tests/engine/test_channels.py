@@ -147,6 +147,8 @@ def test_group_norm_of_no_image_and_of_one_pixel(monkeypatch, shape, native):
 @pytest.mark.parametrize("affine", [True, False])
 def test_group_norm_is_torchs(monkeypatch, native, affine):
     """Values, gradients and second derivatives; the layout is the input's."""
+    if native and torch.get_default_device().type != "cpu":
+        pytest.skip("torch's own kernel takes no other layout there")
     monkeypatch.setattr(normalization, "_native", lambda _: native)
     torch.manual_seed(0)
     x = (3 + torch.randn(2, 6, 3, 2, dtype=torch.double)).contiguous(memory_format=torch.channels_last)

@@ -28,7 +28,7 @@ def operands(name, channels=21, outputs=18, samples=9, dtype=torch.float64, devi
 @pytest.mark.parametrize("name", WINDOWS)
 def test_products_are_the_weight_gradients_of_a_convolution(name):
     x, g, window = operands(name)
-    weight = torch.zeros(18, 21, *window.kernel, dtype=x.dtype, requires_grad=True)
+    weight = torch.zeros(18, 21, *window.kernel, dtype=x.dtype, device=x.device, requires_grad=True)
     found = kernels.products_plain(x, g, window).unflatten(1, window.kernel).permute(0, 3, 4, 1, 2)
     for k in range(len(x)):
         image = x[k].permute(2, 0, 1).unsqueeze(0)
@@ -66,6 +66,15 @@ def test_inner_products_of_short_numbers_are_not_rounded_to_them(device, dtype):
     found = kernels.gram(t)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found.double(), torch.bmm(t.double(), t.double().mT), rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+def test_weights_of_any_sign_count(device):
+    """A look at where gradients arrive weighs them by some that are negative."""
+    x, g, window = operands("same", samples=3, dtype=torch.bfloat16, device=device)
+    weights = torch.tensor([1.0, -0.75, 0.5], device=device)
+    expected = torch.einsum("b,btoc->toc", weights.double(), kernels.products_plain(x.double(), g.double(), window))
+    assert (kernels.weigh(x, g, weights, window).double() - expected).norm() <= 1e-5 * expected.norm()
 
 
 @on_cuda

@@ -181,7 +181,7 @@ def keep(x_BHWC: Tensor, g_BRSO: Tensor, window: Window = POINT) -> Tensor:
 def weigh(x_BHWC: Tensor, g_BRSO: Tensor, weights_B: Tensor, window: Window = POINT) -> Tensor:
     """Σ_b w_b·(products of b), (taps, O, C), in float32."""
     weights = weights_B.float()
-    weights = weights.where(weights >= FAINT, 0.0)
+    weights = weights.where(weights.abs() >= FAINT, 0.0)
     if not x_BHWC.is_cuda:
         return torch.einsum("b,btoc->toc", weights, products_plain(x_BHWC, g_BRSO, window))
     x, g = _rows_side_by_side(x_BHWC), _rows_side_by_side(g_BRSO)
