@@ -77,7 +77,7 @@ class Private:
         self._key = Key(seed)
         self._noise = Noise(self._key)
         self._padding = Padding(Sizes.of(plan.sampling, micro_batch)) if compile else None
-        self._engine = Engine(model, compile=compile, any_size=self._padding is not None and self._padding.varies)
+        self._engine = Engine(model, compile=compile, any_size=self._padding.usual if self._padding else 0)
         self._guard = Guard(optimizer, self)
         self._micro_batch = micro_batch
         self._dataset: Any = None  # whose samples have a place that must stay
