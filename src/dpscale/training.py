@@ -247,8 +247,12 @@ class Private:
             lost = lost if self._booking is None else self._booking.resume(position, lost)
             self._state.restore(state, self._plan, lost)
             self._engine.recorder.stop()
-            self._key = Key()
-            self._noise = Noise(self._key)
+            self._renew_key()
+
+    def _renew_key(self) -> None:
+        """No stream of random numbers that was used before comes again, whatever the seed."""
+        self._key = Key()
+        self._noise = Noise(self._key)
 
     def close(self) -> None:
         """End the run: what it has reserved in a ledger and not used is given back, and another process may resume it.
@@ -262,6 +266,8 @@ class Private:
         """Book from now on."""
         self._booking = open_run(ledger, run, self._plan)
         self._state.lost = self._booking.lost
+        if self._booking.lost:  # it has released steps before, perhaps under the same seed
+            self._renew_key()
 
     @property
     def _run_name(self) -> str | None:
