@@ -407,7 +407,7 @@ def test_a_disk_that_is_full_stops_the_step_before_its_release(tmp_path):
     make(tmp_path)
     code = """
         import resource
-        run = private(make(Path(sys.argv[1])), steps=40)
+        run = private(make(Path(sys.argv[1])), steps=20)
         some_steps(run, 3); run.save(sys.argv[1] + "/run"); saved = Path(sys.argv[1] + "/run").read_bytes()
         batches = run.batches(DATA)
         batch, before = next(batches), vector(run.model)
