@@ -574,4 +574,4 @@ def test_kills_leave_the_books_right(tmp_path, sabotage):
     told = json.loads(found.stdout)
     assert (found.returncode, bool(told["faults"])) == ((0, False) if sabotage is None else (1, True)), found
     if sabotage is None:
-        assert told["kills"] == 10 and told["releases"] == told["noise_streams"]
+        assert told["kills"] == 10 and 0 <= told["releases"] - told["noise_streams"] <= 10  # killed in between
