@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import dpscale
-from dpscale import accounting, booking, ledger, noise
+from dpscale import accounting, booking, files, ledger, noise
 from dpscale.booking import open_run
 from dpscale.ledger import Ledger, LedgerError
 
@@ -241,6 +241,26 @@ def test_a_dead_run_holds_only_what_it_used(tmp_path):
     train(second, DATA)
     second.close()
     assert books.spent().epsilon == books.epsilon
+
+
+def test_looking_whether_a_run_is_live_takes_it_from_nobody(tmp_path, monkeypatch):
+    books = make(tmp_path)
+    part = open_run(books, "first", plan())
+    path = books.lock_file("first")
+    assert files.is_locked(path) and not files.is_locked(path.with_name("none"))
+    part.close()
+    with files.locked(path), open(path) as other:  # somebody has it, and somebody looks
+        assert files.is_locked(path)
+    with open(path) as other:
+        files.fcntl.flock(other, files.fcntl.LOCK_SH)
+        assert not files.is_locked(path)
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "open", denied)
+        assert files.is_locked(path)  # as far as can be known
 
 
 def test_a_stretch_beyond_the_plan_is_refused(tmp_path):
@@ -516,6 +536,8 @@ def test_what_is_known_of_a_run_must_stay(tmp_path):
         private(books, steps=6)
     with pytest.raises(ValueError, match=r"'run' parameter of privatize must be left out without a ledger. Got 'a'"):
         private(None, "a")
+    with pytest.raises(ValueError, match=r"'ledger' parameter of privatize must be a dpscale.Ledger, or None. Got 'a'"):
+        private("a", "a")
     with pytest.raises(ValueError, match=r"'run' parameter of privatize must be a name of 1 to 200 characters"):
         private(books, "")
 

@@ -223,24 +223,14 @@ class Ledger:
             )
             names = ("first", "last", "lost", "state", "begun")
             stretches = tuple(Stretch(**dict(zip(names, row, strict=True))) for row in rows)
-            live = owner is not None and name != own and self._is_live(name)
+            live = owner is not None and name != own and files.is_locked(self.lock_file(name))
             found[name] = Run(name=name, plan=json.loads(plan), begun=begun, live=live, stretches=stretches)
         return list(found.values())
 
     def lock_file(self, name: str) -> Path:
-        """Whose lock says that a process has the run."""
+        """Whose lock says that a process has the run: it ends with the process, and knows of no clock."""
         digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
         return self.path.with_name(self.path.name + ".locks") / digest
-
-    def _is_live(self, name: str) -> bool:
-        """Whether a process has the run. The lock tells: it ends with the process, and knows of no clock."""
-        try:
-            lock = files.try_lock(self.lock_file(name))
-        except OSError:  # a folder that may only be read: nobody can take the run there
-            return False
-        if lock is not None:
-            os.close(lock)
-        return lock is None
 
     def _make(self, epsilon: float | None, delta: float | None) -> None:
         """Make the file if it is not there, and check that it is a ledger."""

@@ -143,9 +143,9 @@ class Sampling(ABC):
         """The indices of step ``start``, ``start + 1``, … without end.
 
         One key is taken from ``rng``; every step (every epoch, for `Shuffled`) has its own generator under that
-        key. So a run is resumed at step k by the same seed and ``start=k``, with no other state to save. The
-        amplification claimed for a sampler needs the draws to be secret: seed ``rng`` from the system
-        (``numpy.random.default_rng()``) unless the run is only an experiment.
+        key. So draws go on at step k by the same ``rng`` and ``start=k``. The amplification claimed for a sampler needs
+        the draws to be secret: seed ``rng`` from the system (``numpy.random.default_rng()``) unless the run is only an
+        experiment.
 
         Args:
             rng: the source of the key.

@@ -617,6 +617,7 @@ def privatize(
     if compile is None:
         compile = all(p.is_cuda for p in model.parameters())
     require(run is None or ledger is not None, "privatize", "run", "left out without a ledger", run)
+    require(isinstance(ledger, Ledger | None), "privatize", "ledger", "a dpscale.Ledger, or None", ledger)
     private = Private(model, optimizer, plan, seed, micro_batch, compile)
     if ledger is not None:
         private._open(ledger, run)
