@@ -282,7 +282,7 @@ class Private:
         """Of the shuffled epoch that ``step`` lies in, if it has begun before."""
         carried, sampling = self._state.order, self.plan.sampling
         if carried is not None and step // sampling.steps(1) == carried[0]:
-            return carried[1] if step % sampling.steps(1) else None
+            return carried[1]
         return sampling.order(self._key.generator("sampling"), step)
 
     def public_data(self) -> AbstractContextManager[None]:
