@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -582,9 +583,26 @@ def test_a_run_that_another_process_took_books_no_more(tmp_path):
     run = private(books, steps=40)
     with books.writing() as db:
         db.execute("UPDATE runs SET owner = 'another'")
-    with pytest.raises(LedgerError, match=r"Another process has taken the run 'first'. Nothing was released"):
+    with pytest.raises(
+        LedgerError, match=r"Another process has taken the run 'first', or took it for ended.*Nothing was"
+    ):
         some_steps(run, 1)
     assert run.steps_taken == 0
+
+
+def test_a_run_that_was_taken_for_ended_must_be_admitted_anew(tmp_path):
+    """Somebody removes the folder of locks: the room of the run may be another's by now."""
+    books = make(tmp_path, epsilon=plan().epsilon(DELTA, steps=8))
+    run = private(books, steps=6)
+    some_steps(run, 1)
+    shutil.rmtree(books.lock_file("first").parent)
+    second = private(books, "second", steps=7)
+    with pytest.raises(LedgerError, match=r"took it for ended, as its lock was gone. Nothing was released"):
+        some_steps(run, 1)
+    assert run.steps_taken == 1
+    train(second, DATA)
+    second.close()
+    assert books.spent().epsilon == books.epsilon
 
 
 @pytest.mark.parametrize("sabotage", [None, "noise", "booking", "saving"])

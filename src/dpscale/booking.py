@@ -42,6 +42,9 @@ def open_run(ledger: Ledger, name: str | None, plan: Plan) -> "Booking":
             with ledger.writing() as db:
                 if _admissions(db) == admissions:  # nobody else was admitted meanwhile
                     crashed = _admit(db, name, plain, owner)
+                    # Those that do not count with their whole plans must be admitted anew before they go on.
+                    ended = [(run.name,) for run in runs if not run.live and run.name != name]
+                    db.executemany("UPDATE runs SET owner = NULL WHERE name = ?", ended)
                     break
         else:
             raise LedgerError(f"{ledger} is too busy: other runs were admitted all the time. Try again.")
@@ -145,7 +148,10 @@ class Booking:
         with self.ledger.writing() as db:
             number = db.execute("SELECT id FROM runs WHERE owner = ?", (self._held.owner,)).fetchone()
             if number is None:
-                raise LedgerError(f"Another process has taken the run {self.name!r}. Nothing was released.")
+                raise LedgerError(
+                    f"Another process has taken the run {self.name!r}, or took it for ended, as its lock was gone. "
+                    "Nothing was released. Call privatize() anew, and load its checkpoint."
+                )
             db.execute("UPDATE stretches SET state = 'confirmed' WHERE id = ?", (self._held.stretch,))
             row = db.execute(
                 "INSERT INTO stretches (run, first, last, lost, state, begun) VALUES (?, ?, ?, ?, ?, ?)",
