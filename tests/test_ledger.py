@@ -388,11 +388,14 @@ def test_a_forked_process_neither_holds_nor_books(tmp_path):
         run.close()
         os.read(reading, 1)
         os._exit(0)
-    run.close()
-    assert row(books).charged == 3
-    private(books, steps=40).close()  # though the child lives
-    os.write(writing, b"x")
-    assert os.waitpid(forked, 0)[1] == 0
+    try:
+        run.close()
+        assert row(books).charged == 3
+        private(books, steps=40).close()  # though the child lives
+    finally:
+        os.write(writing, b"x")
+        ended = os.waitpid(forked, 0)
+    assert ended[1] == 0
 
 
 @pytest.mark.parametrize("jump", [-(10**9), 10**9])
