@@ -132,7 +132,7 @@ def test_a_killed_process_has_paid_for_what_it_reserved(tmp_path, caplog):
     assert (
         f"{reserved - 20} steps count in vain; {crashed.last - crashed.first} were charged to it after a crash" in told
     )
-    assert "Resumed: once" in told and "They count too" in told
+    assert "Resumed: once" in told and "lost with their process, are counted too" in told
     train(run, DATA)
     run.close()
     assert run.epsilon() == run.plan.epsilon() and row(books).charged == 400  # the plan is its limit, whatever happened

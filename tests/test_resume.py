@@ -117,7 +117,8 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(momentum, tmp_path):
     assert torch.equal(train(third, DATA), vector(whole.model))
     ended = {**whole.state_dict(), "resumed": 2}
     assert same(third.state_dict(), ended)
-    assert "Resumed: 2 times" in third.statement(1e-3)
+    assert "Resumed: 2 times" in third.statement(1e-3) and "are not counted, as nobody" in third.statement(1e-3)
+    assert "Resumed" not in whole.statement(1e-3)
 
 
 def test_a_shuffled_epoch_goes_on_where_it_was(tmp_path):

@@ -142,10 +142,10 @@ class Private:
         """What a statement says of resumptions, and of the ledger."""
         times, booking = self._state.resumed, self._booking
         if times:
-            lost = "They count too" if booking else "They do not count: nobody may have seen their weights"
+            lost = "are counted too" if booking else "are not counted, as nobody may have seen their weights"
             yield (
-                f"Resumed: {'once' if times == 1 else f'{times} times'}, each time with fresh randomness. Steps after "
-                f"the checkpoint that it went on from were taken in vain. {lost}."
+                f"Resumed: {'once' if times == 1 else f'{times} times'}, with fresh randomness. Steps that were taken "
+                f"after a save, and lost with their process, {lost}."
             )
         if booking:
             spent = booking.ledger.spent()
