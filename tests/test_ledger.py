@@ -483,7 +483,11 @@ def test_a_damaged_ledger_is_refused_and_left_as_it_is(tmp_path):
     whole = books.path.read_bytes()
     torn = bytearray(whole)
     torn[4096:8192] = os.urandom(4096)
-    for content in (b"no ledger at all" * 100, bytes(torn), whole[:5000]):
+    with contextlib.closing(sqlite3.connect(books.path)) as db:  # where names are looked up; no run is read from there
+        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE type = 'index'").fetchone()
+    bent = bytearray(whole)
+    bent[4096 * (page - 1) : 4096 * page] = bytes(4096)
+    for content in (b"no ledger at all" * 100, bytes(torn), bytes(bent), whole[:5000]):
         books.path.write_bytes(content)
         with pytest.raises(LedgerError, match=r"is damaged, or no ledger .* what it has charged must not be forgotten"):
             make(tmp_path).runs()
@@ -529,6 +533,12 @@ def test_a_ledger_whose_making_was_cut_short_is_made(tmp_path):
         db.execute("PRAGMA journal_mode = WAL")
     assert path.exists()
     assert make(tmp_path).spent().epsilon == 0
+
+
+def test_every_connection_waits_for_the_disk(tmp_path):
+    with make(tmp_path).writing() as db:
+        found = [db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous", "busy_timeout")]
+    assert found == ["wal", 2, 60_000]
 
 
 def test_what_is_known_of_a_run_must_stay(tmp_path):

@@ -218,9 +218,13 @@ def test_trap_21_breaking_off_leaves_nothing_stale(tmp_path):
     run.step(early[0], loss_fn)
     run.save(tmp_path / "run")
     again = private()
-    dropped = next(again.batches(dataset))
+    left = again.batches(dataset)
+    dropped = next(left)
+    assert again.waiting and again.model._forward_hooks  # its forwards are recorded
     again.load(tmp_path / "run")
-    assert not again.waiting
+    assert not again.waiting and not again.model._forward_hooks
+    with pytest.raises(RuntimeError, match=r"Another loop over private.batches\(\) has begun"):
+        next(left)
     with pytest.raises(RuntimeError, match=r"draw 1 of a loop that was left"):
         again.step(dropped, loss_fn)
     with pytest.raises(RuntimeError, match=r"of another run"):
@@ -480,7 +484,8 @@ def test_a_plan_comes_back_from_plain_values(sampler, rule, momentum):
     if momentum.startswith("per-sample") and sampler != "full-batch":
         return
     for length in ({"steps": 5}, {"steps": None, "epochs": 1.5}):
-        made = plan(sampling=SAMPLING[sampler], scaling=SCALING[rule], momentum=MOMENTUM[momentum], **length)
+        parts = {"sampling": SAMPLING[sampler], "scaling": SCALING[rule], "momentum": MOMENTUM[momentum]}
+        made = plan(**parts, delta=1e-3, accountant="rdp", **length)
         assert dpscale.Plan.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     endless = plan(scaling=dpscale.Clip(C=float("inf")), **NO_NOISE)
     assert dpscale.Plan.from_dict(endless.to_dict()) == endless
