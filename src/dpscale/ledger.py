@@ -358,6 +358,6 @@ def _translated(path: Path) -> Iterator[None]:
 def _damaged(path: Path, told: str) -> LedgerError:
     told = " ".join(told.split())
     return LedgerError(
-        f"{path} is damaged, or no ledger ({told}). Nothing was changed or released. Bring back a copy of it: what it has "
-        "charged must not be forgotten."
+        f"{path} is damaged, or no ledger ({told}). Nothing was changed or released. Bring back a copy of it: what it "
+        "has charged must not be forgotten."
     )
