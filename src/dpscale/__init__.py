@@ -7,6 +7,9 @@ from dpscale.engine import ScaledSum as ScaledSum
 from dpscale.engine import UnsupportedModel as UnsupportedModel
 from dpscale.engine import scaled_sum as scaled_sum
 from dpscale.fix import fix as fix
+from dpscale.ledger import BudgetExhausted as BudgetExhausted
+from dpscale.ledger import Ledger as Ledger
+from dpscale.ledger import LedgerError as LedgerError
 from dpscale.momentum import DiSK as DiSK
 from dpscale.momentum import HeavyBall as HeavyBall
 from dpscale.momentum import InnerOuter as InnerOuter
@@ -22,7 +25,6 @@ from dpscale.scaling import PSAC as PSAC
 from dpscale.scaling import PSASC as PSASC
 from dpscale.scaling import AutoS as AutoS
 from dpscale.scaling import Clip as Clip
-from dpscale.training import BudgetExhausted as BudgetExhausted
 from dpscale.training import Private as Private
 from dpscale.training import StepReport as StepReport
 from dpscale.training import privatize as privatize
