@@ -1,20 +1,21 @@
 """The private step, and the loop around it: claim the draw, sum, add noise, hand over to the optimizer."""
 
 import logging
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from dpscale.batches import Batch, Batches, Padding, device_of, fetched, part_of, rows_of
 from dpscale.checks import complaint, out_of_memory, require, require_count
+from dpscale.distributed import Ranks, data_terms, description, unwrapped
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
 from dpscale.engine.compat import foreach_add_, foreach_div_
 from dpscale.engine.modules import Structure, structure
@@ -60,25 +61,28 @@ class Private:
     """A model and its optimizer under a privacy plan; made by `privatize`."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, plan: Plan, seed: int | None, micro_batch: int | None,
-        compile: bool,
+        self, model: nn.Module, optimizer: Optimizer, plan: Plan, key: Key, micro_batch: int | None,
+        compile: bool, ranks: Ranks,
     ) -> None:  # fmt: skip
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._state = RunState()
-        self._key = Key(seed)
+        self._key, self._ranks = key, ranks
         self._noise = Noise(self._key)
-        self._sizes = Sizes.of(plan.sampling, micro_batch)
+        self._sizes = Sizes.of(plan.sampling, micro_batch, ranks.size)
         self._engine = Engine(model, compile=compile, any_size=len(self._sizes.rows) > 1)
         self._guard = Guard(optimizer, self)
         self._micro_batch = micro_batch
         self._padding = Padding() if compile else None
         self._dataset: Any = None  # whose samples have a place that must stay
         self._structure: Structure | None = None
+        self._description: tuple[Any, ...] = ()
+        this = ref(self)
+        ranks.record_when(lambda: (run := this()) is not None and run.waiting, compile)
         self._parameters()
 
     @property
     def model(self) -> nn.Module:
-        """Yours, unchanged; hooks on it work as ever."""
+        """Yours, unchanged, out of its `DistributedDataParallel`; hooks on it work as ever."""
         return self._model
 
     @property
@@ -136,12 +140,14 @@ class Private:
         """What to tell a reviewer about what was released so far, whether or not the plan was carried out."""
         return self._plan.statement(delta=delta, steps=self._charged)
 
-    def public_data(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def public_data(self) -> Iterator[None]:
         """Inside ``with private.public_data():`` optimizers may apply plain gradients, which the run refuses elsewhere.
 
         They cost no privacy if the data are public and were not chosen by looking at the private ones.
         """
-        return self._guard.public()
+        with self._guard.public(), self._ranks.on_public_data():
+            yield
 
     def batches(self, dataset: Dataset[Any], **loader: Any) -> Batches:
         """Draw the planned batches, those already taken left out; ``len`` says how many.
@@ -157,7 +163,8 @@ class Private:
                 to the plan: ``batch_size``, ``shuffle`` and the like are refused. ``collate_fn`` is given the samples
                 drawn, and returns a row for each, in tensors, or tuples, lists, mappings of them.
         """
-        left = self._check_data(dataset, loader)
+        with self._ranks.together("batches", lambda: {"data": data_terms(dataset)}):
+            left = self._check_data(dataset, loader)
         return Batches(self._batches(dataset, loader, left), left)
 
     def epochs(self, dataset: Dataset[Any], **loader: Any) -> Iterator[Batches]:
@@ -170,7 +177,8 @@ class Private:
             dataset: as for `batches`.
             loader: as for `batches`.
         """
-        left, each = self._check_data(dataset, loader), self.plan.sampling.steps(1)
+        with self._ranks.together("epochs", lambda: {"data": data_terms(dataset)}):
+            left, each = self._check_data(dataset, loader), self.plan.sampling.steps(1)
         first = min(left, each - self._charged % each)
         sizes = [first, *(min(each, left - k) for k in range(first, left, each))]
         return (Batches(self._batches(dataset, loader, size), size) for size in sizes if size)
@@ -217,8 +225,9 @@ class Private:
             this = state.start_loop()
             self._engine.recorder.stop()
         drawn = self.plan.sampling.draws(self._key.generator(_stream(state.stream)), start=state.handed_out)
+        shares = map(self._ranks.share, islice(drawn, count))
         try:
-            for indices, data, singles, rows in fetched(dataset, loader, islice(drawn, count)):
+            for indices, data, singles, rows in fetched(dataset, loader, shares):
                 with state.lock:
                     if this != state.loop:
                         raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
@@ -240,13 +249,16 @@ class Private:
             batch: as drawn; it may have been moved to a device or transformed sample by sample.
             loss_fn: ``loss_fn(model, data)`` -> per-sample losses, shape (B,); ``data`` is ``batch.data``.
         """
-        data = batch.data if isinstance(batch, Batch) else batch
-        draw = self._claim_draw(batch, rows_of(data))
-        parameters = self._parameters()
-        momentum = self._momentum_state(parameters, len(draw.mask))
-        batch = batch if isinstance(batch, Batch) else Batch(data, draw)
-        out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
-        report = self._release(draw, out, parameters, momentum)
+        with self._ranks.whole():
+            with self._ranks.together("step", lambda: self._terms(draw)):
+                data = batch.data if isinstance(batch, Batch) else batch
+                draw = self._claim_draw(batch, rows_of(data))
+                parameters = self._parameters()
+                momentum = self._momentum_state(parameters, len(draw.mask))
+                batch = batch if isinstance(batch, Batch) else Batch(data, draw)
+                out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
+                report = self._report(out, draw)
+            self._release(draw, out, parameters, momentum)
         self.optimizer.step()
         self._require_applied()
         self.optimizer.zero_grad()
@@ -261,18 +273,22 @@ class Private:
             losses: shape (B,), from a forward of the model on the drawn batch.
             batch: the one that they are the losses of. None: the one outstanding draw.
         """
-        self._check_backward()
-        draw = self._claim_draw(batch, None)
-        check_losses(losses, len(draw.mask))
-        parameters = self._parameters()
-        momentum = self._momentum_state(parameters, len(draw.mask))
-        if draw.mask.any():
-            mask = torch.ones(len(draw.mask), dtype=torch.bool, device=losses.device)
-            with _memory_advice(len(draw.mask)):
-                out = self._engine.recorder.scaled_sum(losses, self.plan.scaling, mask)
-        else:
-            out = _nothing(parameters, losses.device, self.plan.bound)
-        return self._release(draw, out, parameters, momentum)
+        with self._ranks.whole():
+            with self._ranks.together("backward", lambda: self._terms(draw)):
+                self._check_backward()
+                draw = self._claim_draw(batch, None)
+                check_losses(losses, len(draw.mask))
+                parameters = self._parameters()
+                momentum = self._momentum_state(parameters, len(draw.mask))
+                if draw.mask.any():
+                    mask = torch.ones(len(draw.mask), dtype=torch.bool, device=losses.device)
+                    with _memory_advice(len(draw.mask)):
+                        out = self._engine.recorder.scaled_sum(losses, self.plan.scaling, mask)
+                else:
+                    out = _nothing(parameters, losses.device, self.plan.bound)
+                report = self._report(out, draw)
+            self._release(draw, out, parameters, momentum)
+        return report
 
     def _claim_draw(self, batch: Any, rows: int | None) -> Draw:
         """The draw that is about to be released, after every check that could refuse it. Nothing is changed."""
@@ -287,7 +303,7 @@ class Private:
             draw = state.only_outstanding(rows)
         if state.charged(independent, draw) > self.steps:
             raise self._exhausted()
-        overwritten = set(map(id, self._parameters().values()))
+        overwritten = {id(self._ranks.stored(p)) for p in self._parameters().values()}
         steered = (p for group in self.optimizer.param_groups for p in group["params"])
         self._guard.check(p for p in steered if id(p) not in overwritten)
         return draw
@@ -326,24 +342,34 @@ class Private:
             parts.append(out)
         return _joined(parts)
 
-    def _release(self, draw: Draw, out: ScaledSum, parameters: Parameters, momentum: MomentumState) -> StepReport:
-        """Book the step, add the noise once, divide by the expected batch size, and hand over to the optimizer."""
+    def _terms(self, draw: Draw) -> dict[str, Any]:
+        """What every rank must say alike before a draw is released. At steps 1, 2, 4, … also what the weights are."""
+        taken = self.steps_taken
+        values = {} if taken & (taken - 1) else {"values": self._ranks.values(self.model)}
+        return {"draw": draw.number, "steps taken": taken, "parameters": self._description, **values}
+
+    def _report(self, out: ScaledSum, draw: Draw) -> StepReport:
+        """What is told of a step. Where no sample has a gradient, the parameters may be the cause: refuse those."""
         report = _report(out, draw)
         if bool(report.ignored) and int(report.ignored) == len(draw.indices):
             require_finite(self.model)
+        return report
+
+    def _release(self, draw: Draw, out: ScaledSum, parameters: Parameters, momentum: MomentumState) -> None:
+        """Book the step, sum over the ranks, add the noise once, divide by the expected batch size, and hand over to
+        the optimizer. It is booked first: every rank has done so before any of them can have the sum."""
         with self._state.lock:
             self._state.release(draw)
             if not self._state.outstanding:
                 self._engine.recorder.stop()
-        sums = out.grads
-        self._noise.add(sums, self.plan.noise_std, self.steps_taken)
+        sums = self._ranks.total(out.grads, parameters)
+        for shard, part in self._ranks.by_noise(sums, parameters):
+            self._noise.add(part, self.plan.noise_std, self.steps_taken, shard)
         momentum.release(sums)
         foreach_div_(list(sums.values()), self.plan.expected_batch)
         for name, mean in sums.items():
-            p = parameters[name]
-            p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
-        self._guard.released(parameters[name] for name in sums)
-        return report
+            self._ranks.set_gradient(parameters[name], mean)
+        self._guard.released(self._ranks.stored(parameters[name]) for name in sums)
 
     def _momentum_state(self, parameters: Parameters, samples: int) -> MomentumState:
         """What the momentum remembers, made at the first step: only then is the model where it stays."""
@@ -366,14 +392,14 @@ class Private:
         found = structure(self.model)
         if found is not self._structure:
             trainable(self.model)  # refuses a model that has none
-            check_optimizer(self.model, self.optimizer)
-            self._guard.watch(found.trainable.values())
-            self._structure = found
+            check_optimizer(self.model, self.optimizer, self._ranks.stored)
+            self._guard.watch(map(self._ranks.stored, found.trainable.values()))
+            self._structure, self._description = found, description(self.model)
         return dict(found.trainable)
 
     def _check_backward(self) -> None:
         """Refuse a release that would overwrite another, or for which one forward is not enough."""
-        if self._guard.unapplied and any(p.grad is not None for p in self.model.parameters()):
+        if self._guard.unapplied and any(self._ranks.stored(p).grad is not None for p in self.model.parameters()):
             raise RuntimeError(
                 "backward() was called again before optimizer.step(). A second release would overwrite the first, "
                 "and both would be charged. Call optimizer.step() and optimizer.zero_grad() first; for larger "
@@ -408,6 +434,7 @@ def privatize(
     seed: int | None = None,
     micro_batch: int | None = None,
     compile: bool | None = None,
+    group: Any = None,
 ) -> Private:
     """Train ``model`` with ``optimizer`` under ``plan``.
 
@@ -429,6 +456,8 @@ def privatize(
             a long run. None: on CUDA only. What cannot be compiled runs eagerly, with one line that says why. Numbers
             that ``loss_fn`` reads from attributes of objects that are no modules of the model are taken as they are at
             that first batch.
+        group: the `torch.distributed` process group to train in; None for that of all processes, if there is one. Every
+            rank calls this and all that follows alike, on the whole data set, and takes its rows of each draw.
 
     What comes before the first step (checks, compilation) is logged by the logger ``dpscale`` at level INFO, with
     its seconds.
@@ -447,10 +476,21 @@ def privatize(
         >>> private.steps_taken, private.epsilon(1e-4) <= 3
         (3, True)
     """
-    _check_arguments(model, optimizer, plan, micro_batch)
-    if compile is None:
-        compile = all(p.is_cuda for p in model.parameters())
-    return Private(model, optimizer, plan, seed, micro_batch, compile)
+    model = unwrapped(model)
+    ranks = Ranks(model, group)
+    key = ranks.key(seed)
+
+    def terms() -> dict[str, Any]:
+        kept = [{k: str(v) for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
+        steered = type(optimizer).__name__, *kept
+        return {"plan": repr(plan), "parameters": description(model), "optimizer": steered,
+                "values": ranks.values(model)}  # fmt: skip
+
+    with ranks.whole(), ranks.together("privatize", terms):
+        _check_arguments(model, optimizer, plan, micro_batch)
+        if compile is None:
+            compile = all(p.is_cuda for p in model.parameters())
+        return Private(model, optimizer, plan, key, micro_batch, compile, ranks)
 
 
 def _check_arguments(model: nn.Module, optimizer: Optimizer, plan: Plan, micro_batch: int | None) -> None:
@@ -460,32 +500,18 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer, plan: Plan, micro_b
             "Give steps or epochs, or call plan.calibrate_steps(epsilon=..., delta=...).")  # fmt: skip
     if micro_batch is not None:
         require_count("privatize", "micro_batch", micro_batch)
-    _require_one_process()
     require_finite(model)
     lbfgs = any(isinstance(one, torch.optim.LBFGS) for one in wrapped(optimizer))
     require(not lbfgs, "privatize", "optimizer", "one that steps once per gradient", "LBFGS",
             "It evaluates the loss several times a step, which would be several releases.")  # fmt: skip
 
 
-def _require_one_process() -> None:
-    """Refuse to be one of several ranks: they are not told of each other."""
-    if distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-    else:  # under torchrun, before the process group is made
-        told = os.environ.get("WORLD_SIZE", "1")
-        ranks = int(told) if told.isdecimal() and "RANK" in os.environ else 1
-    if ranks > 1:
-        raise RuntimeError(
-            f"privatize() was called in one of {ranks} processes, and distributed training is not there yet. Each rank "
-            "would train alone, on its own weights, and print the full epsilon. Run one process."
-        )
-
-
-def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """It must be over the model's trainable parameters, all of them and nothing else."""
-    names = {id(p): n for n, p in trainable(model).items()}
+def check_optimizer(model: nn.Module, optimizer: Optimizer, stored: Callable[[Tensor], Tensor]) -> None:
+    """It must be over the model's trainable parameters, all of them and nothing else; ``stored`` says where they are
+    kept between steps."""
+    names = {id(stored(p)): n for n, p in trainable(model).items()}
     steered = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    strangers = len(steered - {id(p) for p in model.parameters()})
+    strangers = len(steered - {id(stored(p)) for p in model.parameters()})
     require(not strangers, "privatize", "optimizer", "over parameters of the model alone", f"{strangers} other tensors",
             "They would be trained without privacy, or not at all. Put them into the model.")  # fmt: skip
     idle = [n for i, n in names.items() if i not in steered]
