@@ -4,15 +4,21 @@ A run is a name of `CASES` or of `FAULTS`. What came of it on a rank is saved in
 """
 
 import os
+import signal
 import sys
+import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -140,7 +146,286 @@ def train(case):
     }  # fmt: skip
 
 
-FAULTS = {}
+# What must be refused, on every rank and with the same words -------------------------------------------------------
+
+
+def private(model=None, *, optimizer=None, lr=0.05, seed=7, **changes):
+    model = mlp() if model is None else model
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
+    return dpscale.privatize(model, optimizer, replace(Case(), **changes).plan(), seed=seed)
+
+
+def frozen(model, rank):
+    model[0].requires_grad_(rank == 0)
+    return model
+
+
+def other_plan(rank):
+    private(batch=12 + rank)
+
+
+def other_optimizer(rank):
+    private(lr=0.05 * (1 + rank))
+
+
+def optimizer_refused(rank):
+    model = mlp()
+    private(model, optimizer=torch.optim.SGD(model[rank:].parameters(), lr=0.05))
+
+
+def other_size(rank):
+    private().batches(data(SIZE - rank))
+
+
+def other_rows(rank):
+    whole = data()[:]
+    private().batches(TensorDataset(*(t.roll(rank, 0) for t in whole)))
+
+
+def stepping(run, loss=loss_fn, at=3, change=lambda: None):
+    """Steps, with something that happens before step ``at``; what every rank has then released is part of an error."""
+    try:
+        for step, batch in enumerate(run.batches(data()), 1):
+            if step == at:
+                change()
+            run.step(batch, loss)
+    except Exception as error:
+        error.args = (f"{error} [after {run.steps_taken} steps]",)
+        raise
+
+
+def raising(rank):
+    seen = []
+
+    def loss(model, batch):
+        seen.append(run.steps_taken)
+        if rank == 1 and seen[-1] == 2:
+            raise KeyError("a broken record")
+        return loss_fn(model, batch)
+
+    run = private()
+    stepping(run, loss)
+
+
+def raising_and_going_on(rank):
+    """The draw is outstanding still, on every rank: it can be tried again."""
+    run, failed = private(), []
+    for batch in run.batches(data()):
+        try:
+            run.step(batch, (lambda *_: 1 / 0) if rank == 1 and run.steps_taken == 2 else loss_fn)
+        except (RuntimeError, ZeroDivisionError) as error:
+            failed.append(type(error).__name__)
+            run.step(batch, loss_fn)
+    return failed, torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+
+def coupled(rank):
+    """What one rank's rows show is enough."""
+    stepping(private(), (lambda m, b: loss_fn(m, b) + m(b[0]).mean()) if rank == 1 else loss_fn)
+
+
+def raising_beside_an_empty_share(rank):
+    """Rank 0 has the one row of a draw, and rank 1 none."""
+    rows = []
+    run = private(batch=1, seed=0)
+    try:
+        for batch in run.batches(data()):
+            rows.append(len(batch.draw.indices))
+            run.step(batch, (lambda *_: 1 / 0) if rank == 0 else loss_fn)
+    except Exception as error:
+        error.args = (f"{error} [{rows[-1]} rows]",)
+        raise
+
+
+def skipping(rank):
+    run = private()
+    batches = run.batches(data())
+    run.step(next(batches), loss_fn)
+    batch = [next(batches) for _ in range(1 + rank)][-1]
+    run.step(batch, loss_fn)
+
+
+def drifting(rank):
+    run = private()
+
+    def drift():
+        with torch.no_grad():
+            run.model[4].bias += 1e-6 * rank
+
+    stepping(run, at=4, change=drift)
+
+
+def drifting_between(rank):
+    """Not at a power of two."""
+    run = private()
+
+    def drift():
+        with torch.no_grad():
+            run.model[2].weight[0, 0] += 1e-6 * rank
+            run.model[0].bias += 1e-6 * rank
+
+    stepping(run, at=7, change=drift)
+
+
+def freezing(rank):
+    run = private()
+    stepping(run, change=lambda: run.model[0].bias.requires_grad_(rank == 0))
+
+
+def other_call(rank):
+    run = private()
+    batches = run.batches(data())
+    batches = run.batches(data()) if rank == 1 else batches
+    run.step(next(batches), loss_fn)
+
+
+def fsdp1(rank):
+    private(FullyShardedDataParallel(mlp(), device_id=torch.device("cpu")))
+
+
+def tensor_parallel(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    private(parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}))
+
+
+def replicated_shards(rank):
+    private(fully_shard(mlp(), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))))
+
+
+def other_dimension(rank):
+    private(fully_shard(nn.Linear(4, 3, bias=False), shard_placement_fn=lambda p: Shard(1)))
+
+
+def mixed_precision(rank):
+    private(fully_shard(mlp(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+
+
+def offloaded(rank):
+    private(fully_shard(mlp(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
+
+
+def sharded_teacher(rank):
+    teacher = fully_shard(mlp(1))
+    stepping(private(), lambda m, b: loss_fn(m, b) + (m(b[0]) - teacher(b[0]).detach()).square().mean(1))
+
+
+def other_group(rank):
+    """Shards over both ranks, and a group of one."""
+    own = [distributed.new_group([r]) for r in range(2)][rank]
+    model = fully_shard(mlp())
+    dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), Case().plan(), group=own)
+
+
+def stranger(rank):
+    first = distributed.new_group([0])
+    if rank == 1:
+        model = mlp()
+        dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), Case().plan(), group=first)
+    raise RuntimeError("rank 0 is not asked")
+
+
+def group_of_one(rank):
+    """Each rank trains by itself, as it was told to."""
+    own = [distributed.new_group([r]) for r in range(2)][rank]
+    model = mlp(rank)
+    run = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), Case().plan(), seed=rank, group=own)
+    return [len(batch.draw.indices) for batch in run.batches(data()) if run.step(batch, loss_fn)]
+
+
+def public(rank, ranks=2):
+    """On public data wrappers do what they do elsewhere: gradients are averaged over the ranks."""
+    found = []
+    for wrapper in ("ddp", "fsdp"):
+        called, given = wrap(mlp(), wrapper)
+        run, rows = private(given, noise=False), SIZE // ranks
+        for k, batch in enumerate(run.batches(data())):
+            if k == 2:
+                with run.public_data():
+                    loss_fn(called, data()[rank * rows : (rank + 1) * rows]).mean().backward()
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+            run.step(batch, loss_fn)
+        found.append(torch.cat([whole(p).detach().flatten() for p in run.model.parameters()]))
+    return found
+
+
+def key(rank):
+    """From the operating system, and the same on both ranks."""
+    run = private(seed=None)
+    batches = [batch.draw.indices.tolist() for batch in run.batches(data()) if run.step(batch, loss_fn)]
+    return batches, run._key.derive("x"), torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+
+def noise_in_shards(rank):
+    """Two steps of noise alone, in units of its standard deviation."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(300, 401))
+    plan = replace(Case(), batch=12, steps=2).plan()
+    run = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=1.0), plan)
+    steps = []
+    for batch in run.batches(data()):
+        before = [p.to_local().detach().clone() for p in model.parameters()]
+        run.step(batch, lambda m, b: m(b[0].repeat(1, 75)).sum(1) * 0)
+        moved = [b - p.to_local().detach() for b, p in zip(before, model.parameters(), strict=True)]
+        steps.append(torch.cat([m.flatten() for m in moved]) * plan.expected_batch / plan.noise_std)
+    return steps
+
+
+FAULTS = {
+    "seed": lambda rank: private(seed=rank),
+    "plan": other_plan,
+    "values": lambda rank: private(mlp(rank)),
+    "shape": lambda rank: private(mlp(width=6 + rank)),
+    "dtype": lambda rank: private(mlp().to([torch.float32, torch.float64][rank])),
+    "frozen": lambda rank: private(frozen(mlp(), rank)),
+    "optimizer": other_optimizer,
+    "optimizer refused": optimizer_refused,
+    "size": other_size,
+    "rows": other_rows,
+    "raising": raising,
+    "going on": raising_and_going_on,
+    "coupled": coupled,
+    "empty share": raising_beside_an_empty_share,
+    "skipping": skipping,
+    "drifting": drifting,
+    "drifting between": drifting_between,
+    "freezing": freezing,
+    "call": other_call,
+    "fsdp1": fsdp1,
+    "tensor parallel": tensor_parallel,
+    "replicas": replicated_shards,
+    "dimension": other_dimension,
+    "precision": mixed_precision,
+    "offloaded": offloaded,
+    "teacher": sharded_teacher,
+    "other group": other_group,
+    "stranger": stranger,
+    "group of one": group_of_one,
+    "public": public,
+    "key": key,
+    "noise": noise_in_shards,
+}
+
+
+# A rank that is lost -------------------------------------------------------------------------------------------------
+
+
+def losing(rank, how):
+    """Rank 1 dies or stalls in the midst of step 3."""
+    run = private(fully_shard(mlp()) if how == "killed in shards" else None)
+
+    def loss(model, batch):
+        if rank == 1 and run.steps_taken == 2:
+            if how == "stalled":
+                time.sleep(3600)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss_fn(model, batch)
+
+    stepping(run, loss)
+
+
+LOST = ("killed", "stalled", "killed in shards")
+FAULTS |= {how: partial(losing, how=how) for how in LOST}
 
 
 def main(folder, *names):

@@ -12,6 +12,7 @@ rank that dies is noticed at once, and no GPU is waited for.
 import gc
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,10 +23,14 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
-from dpscale.engine.compat import group_timeout
+from dpscale.checks import out_of_memory
+from dpscale.engine.compat import group_timeout, is_sharded
 from dpscale.noise import Key
 from dpscale.sampling import Indices
-from dpscale.sharding import Shards, buckets, gradient, is_sharded
+from dpscale.sharding import Shards, buckets, gradient
+
+GLANCED_AT = 1 << 16
+"""How many numbers of a parameter are compared between two thorough comparisons."""
 
 _REFUSED = {
     "FullyShardedDataParallel": ("torch.distributed", "FSDP1", "Use torch.distributed.fsdp.fully_shard(model)."),
@@ -89,11 +94,10 @@ class Ranks:
             self._shards = Shards(model, self._group)
         if self.size == 1:
             return
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.timeout: timedelta = group_timeout(self._group, device)
-        members = distributed.get_process_group_ranks(self._group)
-        self._control = distributed.new_group(
-            members, timeout=self.timeout, backend="gloo", use_local_synchronization=True
+        self.timeout = _timeout(self._group, next((p.device for p in model.parameters()), torch.device("cpu")))
+        members = None if group is None else distributed.get_process_group_ranks(group)
+        self._control = distributed.new_group(  # of a part of the ranks, only these make it
+            members, timeout=self.timeout, backend="gloo", use_local_synchronization=group is not None
         )
         _bypass(model, self)
 
@@ -107,7 +111,7 @@ class Ranks:
         """The run's key: rank 0's, on every rank."""
         if self.size == 1:
             return Key(seed)
-        with self.together("privatize", lambda: {"seed": seed if seed is None else Key(seed).derive("seed") % 2**24}):
+        with self.together("privatize", lambda: {"seed": seed if seed is None else Key(seed).derive("seed")}):
             Key(seed)
         return Key.shared(seed, self._handed_out)
 
@@ -141,7 +145,7 @@ class Ranks:
         except Exception as error:
             if self._lost is None:
                 with suppress(RuntimeError):
-                    self._exchange(call, True, {}, f"{type(error).__name__}: {error}")
+                    self._exchange(call, True, {"call": call}, f"{type(error).__name__}: {error}")
             raise
         answers = self._exchange(call, False, said, None)
         if answers is not None:
@@ -168,7 +172,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1:
+            if self.size == 1 or out_of_memory(error):
                 raise
             self._lost = (
                 f"{what} could not be agreed on: another rank has ended, or did not come within {self.timeout}, the "
@@ -238,20 +242,36 @@ class Ranks:
 
     # -- What ranks must agree on --------------------------------------------------------------------------------------
 
-    def values(self, model: nn.Module) -> int | None:
-        """A number that tells the values of parameters and buffers apart, to the bit; shards are no rank's own."""
+    def values(self, model: nn.Module, step: int = 0) -> int | None:
+        """A number that tells the values of parameters apart, to the bit: of all of them and of all buffers at steps 0,
+        1, 2, 4, …, of some numbers of one in turn at others. Shards are no two ranks' own."""
         if self.size == 1 or self._shards is not None:
             return None
-        return digest((*model.parameters(), *model.buffers()))
+        parameters = list(model.parameters())
+        if step & (step - 1) == 0:
+            return digest((*parameters, *model.buffers()))
+        return digest([parameters[step % len(parameters)].detach().flatten()[:GLANCED_AT]])
 
     @contextmanager
     def on_public_data(self) -> Iterator[None]:
         """Wrappers do within what they do without a private run."""
         before, self.public = self.public, True
+        if self._shards is not None:
+            self._shards.give_back()
         try:
             yield
         finally:
             self.public = before
+
+
+def _timeout(group: Any, device: torch.device) -> timedelta:
+    try:
+        return group_timeout(group, device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"The process group has no backend for tensors on {device.type!r}, where the model is. Call "
+            "init_process_group() without a backend, or move the model before privatize()."
+        ) from error
 
 
 def _require_no_launcher() -> None:
@@ -276,36 +296,34 @@ def _bypass(model: nn.Module, ranks: Ranks) -> None:
 
 
 class _Bypass:
-    """The forward of a wrapper."""
+    """The forward of a wrapper: that of its model, as long as the private run is there."""
 
     def __init__(self, wrapper: DistributedDataParallel, forward: Callable[..., Any], ranks: Ranks) -> None:
-        self._wrapper, self._forward, self._ranks = wrapper, forward, ranks
+        self._wrapper, self._forward, self._ranks = wrapper, forward, weakref.ref(ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._forward if self._ranks.public else self._wrapper.module)(*args, **kwargs)
+        ranks = self._ranks()
+        return (self._forward if ranks is None or ranks.public else self._wrapper.module)(*args, **kwargs)
 
 
 def _difference(call: str, answers: list[tuple[Mapping[str, Any], str | None]]) -> str:
     """In words: who failed, or in what ranks differ."""
-    failed = [(rank, error) for rank, (_, error) in enumerate(answers) if error is not None]
+    failed = [(rank, said["call"], error) for rank, (said, error) in enumerate(answers) if error is not None]
     if failed:
-        rank, error = failed[0]
-        others = f" So did {len(failed) - 1} more." if failed[1:] else ""
-        return f"Rank {rank} failed in {call}(), so no rank goes on: {error}{others} Nothing was released."
+        rank, where, error = failed[0]
+        more = f" {len(failed) - 1} more failed." if failed[1:] else ""
+        return f"Nothing was released: rank {rank} failed in {where}(), so no rank goes on.{more} Its error: {error}"
     said = [terms for terms, _ in answers]
     name = next(n for n in (*said[0], *said[-1]) if any(terms.get(n) != said[0].get(n) for terms in said))
     rank = next(r for r, terms in enumerate(said) if terms.get(name) != said[0].get(name))
-    here, there = _first_difference(said[0].get(name), said[rank].get(name))
-    return (
-        f"The ranks disagree in {call}(): {name!r} is {here} on rank 0 and {there} on rank {rank}. Nothing was "
-        f"released. {_ADVICE[name]}"
-    )
+    pair = _first_difference(said[0].get(name), said[rank].get(name))
+    shown = "" if any(isinstance(each, int) and abs(each) > 2**32 for each in pair) else ": {} and {}".format(*pair)
+    return f"Nothing was released: ranks 0 and {rank} disagree in {call}() about {name!r}{shown}. {_ADVICE[name]}"
 
 
 def _first_difference(a: Any, b: Any) -> tuple[Any, Any]:
     if isinstance(a, tuple) and isinstance(b, tuple):
-        both = next(((x, y) for x, y in zip(a, b, strict=False) if x != y), (f"{len(a)} long", f"{len(b)} long"))
-        return both
+        return next(((x, y) for x, y in zip(a, b, strict=False) if x != y), (f"{len(a)} long", f"{len(b)} long"))
     return a, b
 
 

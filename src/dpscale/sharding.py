@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from dpscale.engine.compat import forward_hooks, own_parameters, sharding_policies
+from dpscale.engine.compat import (
+    all_gather,
+    forward_hooks,
+    is_sharded,
+    own_parameters,
+    reduce_scatter,
+    sharding_policies,
+)
 
 BUCKET = 1 << 25
 """How many numbers to reduce or gather at once."""
-
-
-def is_sharded(p: Any) -> bool:
-    """Whether a parameter is a distributed tensor. The package that defines them is slow to import."""
-    return hasattr(p, "device_mesh")
 
 
 def buckets(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[list[str]]:
@@ -138,12 +140,12 @@ class Shards:
         self.taken = False
 
     def _gather(self, shards: Sequence[Any]) -> None:
-        sizes = [self._rows(p) * p[:1].numel() for p in shards]
+        sizes = [self._room(p) for p in shards]
         own = torch.cat([_padded(p.to_local().reshape(-1), size) for p, size in zip(shards, sizes, strict=True)])
         all_RN = own.new_empty(self._ranks, len(own))
-        distributed.all_gather_into_tensor(all_RN.view(-1), own, group=self._group)
+        all_gather(all_RN.view(-1), own, group=self._group)
         for p, part in zip(shards, all_RN.split(sizes, 1), strict=True):
-            values = part.reshape(-1, *p.shape[1:])[: len(p)]
+            values = part.reshape(-1)[: p.numel()].view(p.shape)
             if id(p) not in self._whole:
                 whole = self._whole[id(p)] = nn.Parameter(values.clone(), requires_grad=p.requires_grad)
                 self._stored[id(whole)] = p
@@ -157,22 +159,23 @@ class Shards:
         """The sum over the ranks of what each has, and of that this rank's shard."""
         own: dict[str, Tensor] = {}
         for names in buckets(sums):
-            sizes = [self._rows(shards[n]) * shards[n][:1].numel() for n in names]
+            sizes = [self._room(shards[n]) for n in names]
             parts = [
                 _padded(sums[n].reshape(-1), self._ranks * size).view(self._ranks, size)
                 for n, size in zip(names, sizes, strict=True)
             ]
             all_RN = torch.cat(parts, 1)
             mine = all_RN.new_empty(all_RN.shape[1])
-            distributed.reduce_scatter_tensor(mine, all_RN.view(-1), group=self._group)
+            reduce_scatter(mine, all_RN.view(-1), group=self._group)
             for n, part in zip(names, mine.split(sizes), strict=True):
                 shape = shards[n].to_local().shape
                 own[n] = part[: shape.numel()].view(shape)
         return {n: own[n] for n in sums}
 
-    def _rows(self, p: Any) -> int:
-        """Of the first dimension, how many the first rank has; the last ones may have fewer."""
-        return -(-len(p) // self._ranks)
+    def _room(self, p: Any) -> int:
+        """How many numbers of a parameter the first rank has: it is divided by whole rows, the last shards are less."""
+        shape: torch.Size = p.shape
+        return -(-shape[0] // self._ranks) * shape[1:].numel()
 
 
 class _Resting:

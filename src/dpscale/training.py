@@ -343,10 +343,10 @@ class Private:
         return _joined(parts)
 
     def _terms(self, draw: Draw) -> dict[str, Any]:
-        """What every rank must say alike before a draw is released. At steps 1, 2, 4, … also what the weights are."""
+        """What every rank must say alike before a draw is released."""
         taken = self.steps_taken
-        values = {} if taken & (taken - 1) else {"values": self._ranks.values(self.model)}
-        return {"draw": draw.number, "steps taken": taken, "parameters": self._description, **values}
+        values = self._ranks.values(self.model, taken)
+        return {"draw": draw.number, "steps taken": taken, "parameters": self._description, "values": values}
 
     def _report(self, out: ScaledSum, draw: Draw) -> StepReport:
         """What is told of a step. Where no sample has a gradient, the parameters may be the cause: refuse those."""

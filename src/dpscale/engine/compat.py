@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 # Tells tensors that stand for no values. If it goes: a dispatch mode that notes what it makes.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -68,6 +68,18 @@ def storage(t: Tensor) -> int:
     """A number that tells a tensor's memory from any other's, fake ones included. If it goes: `StorageWeakRef`."""
     number: int = t.untyped_storage()._cdata
     return number
+
+
+# One tensor from all ranks, or to all; torch 2.13 gave them new names. Once that is the oldest: by these names.
+all_gather: Callable[..., Any] = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = (
+    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+)
+
+
+def is_sharded(t: Any) -> bool:
+    """Whether it is a distributed tensor. The package that defines them is slow to import, and may never be needed."""
+    return hasattr(t, "device_mesh")
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
