@@ -95,11 +95,8 @@ SHARDED = {
 }  # fmt: skip
 SHARDED["fsdp-layers"] = Case(wrapper="fsdp-layers", noise=False)
 SHARDED["fsdp-some"] = Case(wrapper="fsdp-some", noise=False, how="backward")
-SHARDED["fsdp-noise"] = Case(wrapper="fsdp", steps=2)
 CASES = PLAIN | SHARDED
-ON = {2: tuple(CASES), 4: ("long", "long-ddp", "psasc-inner-outer", "per-sample", "micro", "empty", "empty-backward",
-                          "fsdp-long", "fsdp-empty", "fsdp-empty-backward", "fsdp-some", "fsdp-noise")}  # fmt: skip
-"""Which are run on how many ranks."""
+COMPILED = {"compiled": Case(wrapper="ddp", compile=True), "fsdp-compiled": replace(SHARDED["fsdp-long"], compile=True)}
 
 
 def wrap(model, wrapper):
@@ -332,6 +329,32 @@ def group_of_one(rank):
     return [len(batch.draw.indices) for batch in run.batches(data()) if run.step(batch, loss_fn)]
 
 
+def twice(rank):
+    """Two runs, one after the other, on one model; what wraps it belongs to the second."""
+    found = []
+    for wrapper in ("ddp", "fsdp"):
+        called, given = wrap(mlp(), wrapper)
+        for _ in range(2):
+            run = private(given, noise=False)
+            for batch in run.batches(data()):
+                run.backward(loss_fn(called, batch))
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        found.append(torch.cat([whole(p).detach().flatten() for p in run.model.parameters()]))
+    return found
+
+
+def left(rank):
+    """A forward, and then the loop is left: the model is in shards."""
+    model = fully_shard(mlp())
+    run = private(model)
+    batches = run.batches(data())
+    loss_fn(model, next(batches))
+    during = {type(p).__name__ for p in model.parameters()}
+    batches._batches.close()
+    return during, {type(p).__name__ for p in model.parameters()}
+
+
 def public(rank, ranks=2):
     """On public data wrappers do what they do elsewhere: gradients are averaged over the ranks."""
     found = []
@@ -402,6 +425,8 @@ FAULTS = {
     "stranger": stranger,
     "group of one": group_of_one,
     "public": public,
+    "twice": twice,
+    "left": left,
     "key": key,
     "noise": noise_in_shards,
 }
@@ -424,8 +449,15 @@ def losing(rank, how):
     stepping(run, loss)
 
 
-LOST = ("killed", "stalled", "killed in shards")
-FAULTS |= {how: partial(losing, how=how) for how in LOST}
+LOST = {"killed": 600, "stalled": 5, "killed in shards": 600}
+"""How a rank is lost, and the timeout of the process group, in seconds."""
+
+RUNS = {name: lambda rank, case=case: train(case) for name, case in (CASES | COMPILED).items()} | FAULTS
+ON = {2: (*CASES, *FAULTS), 4: ("long", "long-ddp", "per-sample", "micro", "empty", "empty-backward", "fsdp-long",
+                                "fsdp-empty-backward", "fsdp-some")}  # fmt: skip
+"""Which are run on how many ranks."""
+
+RUNS |= {how: partial(losing, how=how) for how in LOST}
 
 
 def main(folder, *names):
@@ -434,9 +466,9 @@ def main(folder, *names):
     rank = distributed.get_rank()
     for name in names:
         try:
-            found = train(CASES[name]) if name in CASES else FAULTS[name](rank)
+            found = RUNS[name](rank)
         except Exception as error:
-            if name in CASES:
+            if name not in FAULTS and name not in LOST:
                 raise
             found = f"{type(error).__name__}: {error}"
         torch.save(found, Path(folder) / f"{name}-{rank}.pt")

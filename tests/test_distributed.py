@@ -5,13 +5,15 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from . import ranks
-from .ranks import CASES, FAULTS, LOST, ON, SHARDED
+from .ranks import CASES, COMPILED, LOST, ON, SHARDED
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 240
@@ -23,27 +25,43 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **more}
 
 
-def torchrun(world, folder, names, **more):
+def torchrun(world, folder, names):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     done = subprocess.run(
-        [*command, ranks.__file__, str(folder), *names], env=environment(**more), cwd=ROOT, timeout=SECONDS,
+        [*command, ranks.__file__, str(folder), *names], env=environment(), cwd=ROOT, timeout=SECONDS,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return {
-        name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(world)] for name in names
-    }
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory):
-    """What each case gives on so many ranks; launched once for all of them."""
-    found = {}
+def launched(tmp_path_factory):
+    """The folder in which a launch has left what came of it. Two processes that run the tests share a launch."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
+    def of(name, launch):
+        with FileLock(base / f"{name}.lock"):
+            if not (base / name).exists():
+                (part := base / f"{name}.part").mkdir()
+                launch(part)
+                part.rename(base / name)
+        return base / name
+
+    return of
+
+
+def read(folder, names, world):
+    return {n: [torch.load(folder / f"{n}-{rank}.pt", weights_only=False) for rank in range(world)] for n in names}
+
+
+@pytest.fixture(scope="module")
+def several(launched):
+    """What each case gives on so many ranks; one launch for all of them."""
+
+    @cache
     def of(world):
-        if world not in found:
-            found[world] = torchrun(world, tmp_path_factory.mktemp(f"ranks{world}"), ON[world])
-        return found[world]
+        return read(launched(f"{world} ranks", lambda folder: torchrun(world, folder, ON[world])), ON[world], world)
 
     return of
 
@@ -55,33 +73,63 @@ def alone():
 
     def of(name):
         if name not in found:
-            found[name] = ranks.train(CASES[name])
+            found[name] = ranks.train((CASES | COMPILED)[name])
         return found[name]
 
     return of
 
 
-@pytest.mark.parametrize(("name", "world"), [(n, w) for w in ON for n in ON[w] if n != "fsdp-noise"])
-def test_several_ranks_are_one_process(name, world, several, alone):
-    """Noise included, but for shards, which have noise of their own. Also trap 5: ranks with no row take part."""
-    one, found = alone(name), several(world)[name]
+def same(one, found, steps):
+    """Whether several ranks did what one process did."""
     for rank in found:
-        assert rank["steps"] == one["steps"] == CASES[name].steps
+        assert rank["steps"] == one["steps"] == steps
         assert rank["epsilon"] == one["epsilon"]
         assert torch.equal(rank["parameters"], found[0]["parameters"])
         torch.testing.assert_close(rank["parameters"], one["parameters"], rtol=0, atol=1e-5)
         torch.testing.assert_close(rank["outputs"], one["outputs"], rtol=0, atol=1e-4)
     for step, whole in enumerate(one["drawn"]):
-        assert [rank["drawn"][step] for rank in found] == [whole[r::world] for r in range(world)]
+        assert [rank["drawn"][step] for rank in found] == [whole[r :: len(found)] for r in range(len(found))]
 
 
-def test_the_cases_have_shares_without_a_row(several):
-    """Of whole draws without a row, and of draws that some ranks have rows of."""
-    drawn = [rank["drawn"] for rank in several(4)["empty"]]
-    shares = [[len(share) for share in step] for step in zip(*drawn, strict=True)]
+@pytest.mark.parametrize(("name", "world"), [(n, w) for w in ON for n in ON[w] if n in CASES])
+def test_several_ranks_are_one_process(name, world, several, alone):
+    """Noise included, but for shards, which have noise of their own."""
+    same(alone(name), several(world)[name], CASES[name].steps)
+
+
+@pytest.mark.parametrize("name", ["empty", "empty-backward", "fsdp-empty-backward"])
+def test_trap_05_ranks_without_a_row_take_part(name, several, alone):
+    """Steps, noise and accounting are those of one process, wherever the rows of a draw are."""
+    found = several(4)[name]
+    shares = [[len(rank["drawn"][step]) for rank in found] for step in range(CASES[name].steps)]
     assert any(min(step) == 0 < max(step) for step in shares)
-    drawn = [rank["drawn"] for rank in several(4)["empty-backward"]]
-    assert any(not any(step) for step in zip(*drawn, strict=True))
+    assert name == "empty" or any(max(step) == 0 for step in shares)
+    same(alone(name), found, CASES[name].steps)
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp"])
+def test_trap_34_ranks_train_one_model(wrapper, several, alone):
+    """Not each its own: their weights are equal to the bit, their draws are parts of one, and ε is that of the run."""
+    name = {"plain": "long", "ddp": "long-ddp"}[wrapper]
+    same(alone(name), several(2)[name], 50)
+    assert alone(name)["epsilon"] > 0
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_steps_on_two_ranks(name, launched, alone):
+    folder = launched("compiled", lambda folder: torchrun(2, folder, COMPILED))
+    same(alone(name), read(folder, [name], 2)[name], COMPILED[name].steps)
+
+
+@pytest.mark.parametrize("name", ["long-ddp", "adam", "fsdp-long", "fsdp-shuffled"])
+def test_a_group_of_one_rank_is_one_process(name, tmp_path, alone):
+    one = alone(name)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        same(one, [ranks.train(CASES[name])], CASES[name].steps)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -98,9 +146,8 @@ def test_parameters_and_state_stay_in_shards(name, several):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """What every case that ranks are to survive gives on two of them; one launch."""
-    return torchrun(2, tmp_path_factory.mktemp("faults"), [name for name in FAULTS if name not in LOST])
+def two(several):
+    return several(2)
 
 
 def fits(noise, scale=1.0):
@@ -204,6 +251,17 @@ def test_a_group_of_ones_own(two):
     assert alone != other and min(alone + other) > 3  # whole draws, each its own
 
 
+def test_a_second_run_on_one_model(two):
+    expected = ranks.twice(0)[0]
+    for rank in two["twice"]:
+        for parameters in rank:
+            torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-5)
+
+
+def test_a_loop_that_is_left_leaves_shards(two):
+    assert two["left"] == [({"Parameter"}, {"DTensor"})] * 2
+
+
 def test_public_data_are_averaged_over_ranks(two):
     expected = ranks.public(0, ranks=1)[0]
     for rank in two["public"]:
@@ -229,27 +287,30 @@ def test_other_wrappers_are_refused_by_name(made, source, text):
 # -- Ranks that are lost ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("how", "patience"), [("killed", 600), ("stalled", 5), ("killed in shards", 600)])
-def test_a_rank_that_is_lost_is_noticed(how, patience, tmp_path):
-    """Launched without torchrun, which would end the others itself. A death is noticed long before the timeout."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, ranks.__file__, str(tmp_path), how], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                            PATIENCE=str(patience)),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+def lose(folder):
+    """Lose a rank in every way at once. Launched without torchrun, which would end the others itself."""
+    processes = []
+    for how, patience in LOST.items():
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            told = {"MASTER_PORT": str(found.getsockname()[1]), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+        command = [sys.executable, ranks.__file__, str(folder), how]
+        for rank in range(2):
+            told |= {"RANK": str(rank), "PATIENCE": str(patience)}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment(**told), stderr=subprocess.DEVNULL))
     try:
-        processes[0].wait(SECONDS)
+        for survivor in processes[::2]:
+            survivor.wait(SECONDS)
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
-    text = torch.load(tmp_path / f"{how}-0.pt")
+            process.wait()
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_a_rank_that_is_lost_is_noticed(how, launched):
+    """A death long before the timeout of 600 seconds, a rank that stalls when it is over."""
+    text = torch.load(launched("lost", lose) / f"{how}-0.pt")
     assert text.startswith("RuntimeError: step() could not be agreed on: another rank has ended, or did not come")
-    assert f"within {timedelta(seconds=patience)}, the timeout of the process group. Nothing was released." in text
+    assert f"within {timedelta(seconds=LOST[how])}, the timeout of the process group. Nothing was released." in text
     assert text.endswith("[after 2 steps]")

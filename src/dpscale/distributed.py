@@ -13,7 +13,7 @@ import gc
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -92,6 +92,7 @@ class Ranks:
             raise ValueError("This process is not in the group of privatize(). Call it on the ranks of the group only.")
         if any(map(is_sharded, model.parameters())):
             self._shards = Shards(model, self._group)
+        _bypass(model, self)
         if self.size == 1:
             return
         self.timeout = _timeout(self._group, next((p.device for p in model.parameters()), torch.device("cpu")))
@@ -99,7 +100,6 @@ class Ranks:
         self._control = distributed.new_group(  # of a part of the ranks, only these make it
             members, timeout=self.timeout, backend="gloo", use_local_synchronization=group is not None
         )
-        _bypass(model, self)
 
     # -- Who has which rows --------------------------------------------------------------------------------------------
 
@@ -198,16 +198,20 @@ class Ranks:
 
     def total(self, sums: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sums over all ranks: on each of them, or of a sharded parameter this rank's shard."""
-        stored = {n: self.stored(parameters[n]) for n in sums}
-        sharded = {n: t for n, t in sums.items() if is_sharded(stored[n])}
-        plain = {n: t for n, t in sums.items() if n not in sharded}
+        if self.size == 1 and self._shards is None:
+            return sums
+        stored = {n: self.stored(p) for n, p in parameters.items()}
+        # In one order and one precision: a rank may have come to its sum another way than the others.
+        wide = {n: sums[n].to(torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()}
+        sharded = {n: t for n, t in wide.items() if is_sharded(stored[n])}
+        plain = {n: t for n, t in wide.items() if n not in sharded}
         with self._talking("The sum of a step", "The step is charged, and nothing of it was applied."):
             if self.size > 1:
                 for names in buckets(plain):
                     plain.update(self._reduced([plain[n] for n in names], names))
             if self._shards is not None:
                 plain.update(self._shards.scattered(sharded, stored))
-        return {n: plain[n] for n in sums}
+        return {n: plain[n] for n in parameters}
 
     def _reduced(self, tensors: list[Tensor], names: list[str]) -> dict[str, Tensor]:
         alone = len(tensors) == 1 and tensors[0].is_contiguous()
@@ -220,7 +224,8 @@ class Ranks:
         self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
     ) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
         """(Whose noise, the sums that get it): the same on every rank, or for this rank's shards its own."""
-        own = {n: t for n, t in sums.items() if is_sharded(self.stored(parameters[n]))}
+        shards = self._shards is not None
+        own = {n: t for n, t in sums.items() if shards and is_sharded(self.stored(parameters[n]))}
         yield None, {n: t for n, t in sums.items() if n not in own}
         if own:
             yield self.rank, own
@@ -234,6 +239,11 @@ class Ranks:
         kept = self.stored(p)
         kept.grad = gradient(kept, mean)
 
+    def give_back(self) -> None:
+        """Leave a sharded model in shards, where a forward was not followed by its step."""
+        if self._shards is not None:
+            self._shards.give_back()
+
     def record_when(self, wanted: Callable[[], bool], compiled: bool) -> None:
         """When a forward in somebody's own loop belongs to a private step; and whether parameters must keep their place
         for a compiled one."""
@@ -242,22 +252,18 @@ class Ranks:
 
     # -- What ranks must agree on --------------------------------------------------------------------------------------
 
-    def values(self, model: nn.Module, step: int = 0) -> int | None:
-        """A number that tells the values of parameters apart, to the bit: of all of them and of all buffers at steps 0,
-        1, 2, 4, …, of some numbers of one in turn at others. Shards are no two ranks' own."""
+    def values(self, tensors: Sequence[Tensor], step: int = 0) -> int | None:
+        """A number that tells the values of tensors apart, to the bit: of all of them at steps 0, 1, 2, 4, …, of some
+        numbers of one in turn at others. Shards are no two ranks' own."""
         if self.size == 1 or self._shards is not None:
             return None
-        parameters = list(model.parameters())
-        if step & (step - 1) == 0:
-            return digest((*parameters, *model.buffers()))
-        return digest([parameters[step % len(parameters)].detach().flatten()[:GLANCED_AT]])
+        return digest(tensors if step & (step - 1) == 0 else [tensors[step % len(tensors)].flatten()[:GLANCED_AT]])
 
     @contextmanager
     def on_public_data(self) -> Iterator[None]:
         """Wrappers do within what they do without a private run."""
         before, self.public = self.public, True
-        if self._shards is not None:
-            self._shards.give_back()
+        self.give_back()
         try:
             yield
         finally:
@@ -292,18 +298,19 @@ def _bypass(model: nn.Module, ranks: Ranks) -> None:
     own = set(model.modules())
     for found in gc.get_objects():  # the model does not know of its wrapper
         if issubclass(type(found), DistributedDataParallel) and found.module in own:
-            found.forward = _Bypass(found, found.forward, ranks)
+            before = found.forward
+            found.forward = _Bypass(found, before.forward if isinstance(before, _Bypass) else before, ranks)
 
 
 class _Bypass:
     """The forward of a wrapper: that of its model, as long as the private run is there."""
 
     def __init__(self, wrapper: DistributedDataParallel, forward: Callable[..., Any], ranks: Ranks) -> None:
-        self._wrapper, self._forward, self._ranks = wrapper, forward, weakref.ref(ranks)
+        self._wrapper, self.forward, self._ranks = wrapper, forward, weakref.ref(ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         ranks = self._ranks()
-        return (self._forward if ranks is None or ranks.public else self._wrapper.module)(*args, **kwargs)
+        return (self.forward if ranks is None or ranks.public else self._wrapper.module)(*args, **kwargs)
 
 
 def _difference(call: str, answers: list[tuple[Mapping[str, Any], str | None]]) -> str:
@@ -345,9 +352,18 @@ def digest(tensors: Iterable[Tensor]) -> int:
     return hash(tuple(int(each) for each in sums.values()))
 
 
-def description(model: nn.Module) -> tuple[Any, ...]:
-    """What parameters a model has: names, shapes, types, and whether they are trained."""
-    return tuple((n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters())
+class Description(tuple[Any, ...]):
+    """What parameters a model has: names, shapes, types, and whether they are trained. Put into words once."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Description":
+        """Of a model."""
+        return cls((n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters())
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_text"):
+            self._text = super().__repr__()
+        return self._text
 
 
 def data_terms(dataset: Dataset[Any]) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ has hung on it takes part. The sums go back in shards; parameters, gradients and
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,21 +25,23 @@ BUCKET = 1 << 25
 
 
 def buckets(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[list[str]]:
-    """Names of tensors of one type and device, in lists of about ``size`` numbers at most; a larger one is alone."""
-    for _, group in groupby(sorted(tensors, key=lambda n: _kind(tensors[n])), key=lambda n: _kind(tensors[n])):
+    """Names of tensors of one type and device, in lists of about ``size`` numbers at most; a larger one is alone.
+
+    In the order in which they come, which is the same on every rank; its devices may have other names.
+    """
+    kinds: dict[Any, list[str]] = {}
+    for name, t in tensors.items():
+        kinds.setdefault((t.dtype, t.device), []).append(name)
+    for names in kinds.values():
         held: list[str] = []
         room = size
-        for name in group:
+        for name in names:
             if held and tensors[name].numel() > room:
                 yield held
                 held, room = [], size
             held.append(name)
             room -= tensors[name].numel()
         yield held
-
-
-def _kind(t: Tensor) -> tuple[str, str]:
-    return str(t.dtype), str(t.device)
 
 
 class Shards:
@@ -100,7 +101,8 @@ class Shards:
         for module in self._modules:
             for hooks in forward_hooks(module):
                 for number, hook in hooks.items():
-                    if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
+                    made_by = getattr(hook, "__module__", "")
+                    if made_by.startswith("torch.distributed.fsdp") or isinstance(hook, _Resting):
                         hooks[number] = _Resting(self, hook)
 
         def before(*_: Any) -> None:

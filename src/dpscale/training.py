@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpscale.batches import Batch, Batches, Padding, device_of, fetched, part_of, rows_of
 from dpscale.checks import complaint, out_of_memory, require, require_count
-from dpscale.distributed import Ranks, data_terms, description, unwrapped
+from dpscale.distributed import Description, Ranks, data_terms, unwrapped
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
 from dpscale.engine.compat import foreach_add_, foreach_div_
 from dpscale.engine.modules import Structure, structure
@@ -75,7 +75,7 @@ class Private:
         self._padding = Padding() if compile else None
         self._dataset: Any = None  # whose samples have a place that must stay
         self._structure: Structure | None = None
-        self._description: tuple[Any, ...] = ()
+        self._description = Description()
         this = ref(self)
         ranks.record_when(lambda: (run := this()) is not None and run.waiting, compile)
         self._parameters()
@@ -240,6 +240,7 @@ class Private:
                 if this == state.loop:
                     state.outstanding.clear()
                     self._engine.recorder.stop()
+                    self._ranks.give_back()
             raise
 
     def step(self, batch: Any, loss_fn: LossFn) -> StepReport:
@@ -344,8 +345,9 @@ class Private:
 
     def _terms(self, draw: Draw) -> dict[str, Any]:
         """What every rank must say alike before a draw is released."""
-        taken = self.steps_taken
-        values = self._ranks.values(self.model, taken)
+        taken, found = self.steps_taken, self._structure
+        assert found is not None
+        values = self._ranks.values(tuple(found.trainable.values()), taken)
         return {"draw": draw.number, "steps taken": taken, "parameters": self._description, "values": values}
 
     def _report(self, out: ScaledSum, draw: Draw) -> StepReport:
@@ -394,7 +396,7 @@ class Private:
             trainable(self.model)  # refuses a model that has none
             check_optimizer(self.model, self.optimizer, self._ranks.stored)
             self._guard.watch(map(self._ranks.stored, found.trainable.values()))
-            self._structure, self._description = found, description(self.model)
+            self._structure, self._description = found, Description.of(self.model)
         return dict(found.trainable)
 
     def _check_backward(self) -> None:
@@ -483,8 +485,8 @@ def privatize(
     def terms() -> dict[str, Any]:
         kept = [{k: str(v) for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
         steered = type(optimizer).__name__, *kept
-        return {"plan": repr(plan), "parameters": description(model), "optimizer": steered,
-                "values": ranks.values(model)}  # fmt: skip
+        return {"plan": repr(plan), "parameters": Description.of(model), "optimizer": steered,
+                "values": ranks.values((*model.parameters(), *model.buffers()))}  # fmt: skip
 
     with ranks.whole(), ranks.together("privatize", terms):
         _check_arguments(model, optimizer, plan, micro_batch)
