@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import dpscale
+from dpscale.sharding import buckets
 
 SIZE = 60
 CLIP = dpscale.Clip(C=0.5)
@@ -329,6 +330,32 @@ def group_of_one(rank):
     return [len(batch.draw.indices) for batch in run.batches(data()) if run.step(batch, loss_fn)]
 
 
+def another_way(rank):
+    """One rank has its sums in another precision and order, as an engine that takes a slower way may."""
+    run = private()
+    scaled_sum = run._engine.scaled_sum
+
+    def other(*args, **kwargs):
+        out = scaled_sum(*args, **kwargs)
+        return replace(out, grads={n: g.double() for n, g in reversed(out.grads.items())})
+
+    run._engine.scaled_sum = other if rank == 1 else scaled_sum
+    stepping(run)
+    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+
+def in_buckets(rank):
+    """As in a large model: several collectives for a sum, and for parameters."""
+    small = partial(buckets, size=20)
+    for module in (dpscale.distributed, dpscale.sharding):
+        module.buckets = lambda tensors, _=None: small(tensors)
+    try:
+        return [train(replace(Case(noise=False), wrapper=wrapper))["parameters"] for wrapper in ("plain", "fsdp")]
+    finally:
+        for module in (dpscale.distributed, dpscale.sharding):
+            module.buckets = buckets
+
+
 def twice(rank):
     """Two runs, one after the other, on one model; what wraps it belongs to the second."""
     found = []
@@ -425,6 +452,8 @@ FAULTS = {
     "stranger": stranger,
     "group of one": group_of_one,
     "public": public,
+    "another way": another_way,
+    "buckets": in_buckets,
     "twice": twice,
     "left": left,
     "key": key,

@@ -12,6 +12,8 @@ import pytest
 import torch
 from filelock import FileLock
 
+from dpscale.sharding import buckets
+
 from . import ranks
 from .ranks import CASES, COMPILED, LOST, ON, SHARDED
 
@@ -242,13 +244,49 @@ def test_a_draw_that_failed_can_be_tried_again(two):
     first, second = two["going on"]
     assert (first[0], second[0]) == (["RuntimeError"], ["ZeroDivisionError"])
     assert torch.equal(first[1], second[1])
-    torch.testing.assert_close(first[1], ranks.train(CASES["adam"].__class__())["parameters"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(first[1], ranks.train(ranks.Case())["parameters"], rtol=0, atol=1e-5)
 
 
 def test_a_group_of_ones_own(two):
     assert two["stranger"][1].startswith("ValueError: This process is not in the group of privatize().")
     alone, other = two["group of one"]
     assert alone != other and min(alone + other) > 3  # whole draws, each its own
+
+
+def test_a_rank_may_come_to_its_sum_another_way(two):
+    for parameters in two["another way"]:
+        torch.testing.assert_close(parameters, ranks.train(ranks.Case())["parameters"], rtol=0, atol=1e-5)
+
+
+def test_a_large_sum_is_reduced_in_parts(two):
+    expected = ranks.train(ranks.Case(noise=False))["parameters"]
+    for rank in two["buckets"]:
+        for parameters in rank:
+            torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 10, 30, 1000])
+def test_buckets_hold_every_tensor_once_and_in_order(size):
+    tensors = {str(k): torch.zeros(n, dtype=d) for k, (n, d) in enumerate(zip(
+        [3, 40, 0, 7, 9, 12, 1], [torch.float32, torch.float64] * 3 + [torch.float32], strict=True))}  # fmt: skip
+    found = list(buckets(tensors, size))
+    for dtype in (torch.float32, torch.float64):
+        of_one = [n for names in found for n in names if tensors[n].dtype == dtype]
+        assert of_one == [n for n, t in tensors.items() if t.dtype == dtype]
+    for names in found:
+        assert len({tensors[n].dtype for n in names}) == 1
+        assert len(names) == 1 or sum(tensors[n].numel() for n in names) <= size
+
+
+def test_what_a_reduction_was_tried_for_is_charged(monkeypatch):
+    """Another rank may have the sum, though this one has not."""
+    run = ranks.private()
+    before = [p.detach().clone() for p in run.model.parameters()]
+    monkeypatch.setattr(run._ranks, "total", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.step(next(batches := run.batches(ranks.data())), ranks.loss_fn)
+    assert run.steps_taken == 1 and run.epsilon(1e-3) > 0 and len(batches) == 7
+    assert all(torch.equal(p, was) and p.grad is None for p, was in zip(run.model.parameters(), before, strict=True))
 
 
 def test_a_second_run_on_one_model(two):
