@@ -46,8 +46,13 @@ def launched(tmp_path_factory):
         with FileLock(base / f"{name}.lock"):
             if not (base / name).exists():
                 (part := base / f"{name}.part").mkdir()
-                launch(part)
+                try:
+                    launch(part)
+                except (AssertionError, subprocess.TimeoutExpired) as error:  # not again for every test
+                    (part / "failed").write_text(str(error))
                 part.rename(base / name)
+        failed = base / name / "failed"
+        assert not failed.exists(), failed.read_text()
         return base / name
 
     return of

@@ -38,7 +38,7 @@ class BudgetExhausted(RuntimeError):
 
 @dataclass(frozen=True, repr=False)
 class StepReport:
-    """What a step saw. All of it is exact, without noise: for research on public data, never for release.
+    """What a step saw, on this rank. All of it is exact, without noise: for research on public data, never for release.
 
     Attributes:
         loss: mean over the samples drawn (0 for an empty draw).
@@ -155,7 +155,7 @@ class Private:
         Each is a `Batch`: the rows of the samples drawn, without padding. It knows its draw, so batches may be taken
         ahead of their use, moved with ``batch.to(device)`` and changed with ``batch.map(fn)``. Each is released once;
         one that is not released costs nothing (under `Shuffled` it does). An empty draw is a batch of one row of zeros,
-        which is masked: a step of noise.
+        which is masked: a step of noise. On several ranks each gets its rows of the draw, and those are its batch.
 
         Args:
             dataset: a `TensorDataset` (indexed on the device where its tensors are), or any map-style dataset.
