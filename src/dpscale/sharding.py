@@ -27,7 +27,8 @@ BUCKET = 1 << 25
 def buckets(tensors: Mapping[str, Tensor], size: int = BUCKET) -> Iterator[list[str]]:
     """Names of tensors of one type and device, in lists of about ``size`` numbers at most; a larger one is alone.
 
-    In the order in which they come, which is the same on every rank; its devices may have other names.
+    In the order in which they come, which is the same on every rank; its devices may have other names. Ranks must
+    give tensors of the same sizes, or their buckets would not be the same.
     """
     kinds: dict[Any, list[str]] = {}
     for name, t in tensors.items():
@@ -125,7 +126,7 @@ class Shards:
         self._places = [(m, n, p) for m, n, p in found if p is not None and is_sharded(p)]
         shards = {str(k): p for k, p in enumerate({id(p): p for *_, p in self._places}.values())}
         with torch.no_grad():
-            for names in buckets({n: p.to_local() for n, p in shards.items()}, BUCKET // self._ranks):
+            for names in buckets(shards):  # by their whole size: shards are not equal
                 self._gather([shards[n] for n in names])
         for module, name, p in self._places:
             own_parameters(module)[name] = self._whole[id(p)]
