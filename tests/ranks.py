@@ -330,6 +330,26 @@ def group_of_one(rank):
     return [len(batch.draw.indices) for batch in run.batches(data()) if run.step(batch, loss_fn)]
 
 
+class Scaled(nn.Module):
+    """A model with a buffer, which DistributedDataParallel sends to all ranks in every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("scale", torch.full((3,), 0.5))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+def buffers(rank):
+    """Ranks run different numbers of forwards: to look at their rows, and none for an empty share."""
+    called, given = wrap(Scaled(), "ddp")
+    run = private(given, batch=2)
+    stepping(run, lambda _, batch: loss_fn(called, batch))
+    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+
 def another_way(rank):
     """One rank has its sums in another precision and order, as an engine that takes a slower way may."""
     run = private()
@@ -451,6 +471,7 @@ FAULTS = {
     "stranger": stranger,
     "group of one": group_of_one,
     "public": public,
+    "buffers": buffers,
     "another way": another_way,
     "buckets": in_buckets,
     "twice": twice,

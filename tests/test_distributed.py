@@ -258,6 +258,11 @@ def test_a_group_of_ones_own(two):
     assert alone != other and min(alone + other) > 3  # whole draws, each its own
 
 
+def test_a_forward_in_a_wrapper_needs_no_other_rank(two):
+    for parameters in two["buffers"]:
+        torch.testing.assert_close(parameters, ranks.buffers(0), rtol=0, atol=1e-5)
+
+
 def test_a_rank_may_come_to_its_sum_another_way(two):
     for parameters in two["another way"]:
         torch.testing.assert_close(parameters, ranks.train(ranks.Case())["parameters"], rtol=0, atol=1e-5)
