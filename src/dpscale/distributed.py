@@ -116,7 +116,7 @@ class Ranks:
         return Key.shared(seed, self._handed_out)
 
     def _handed_out(self, secret: bytes) -> bytes:
-        numbers = torch.tensor(list(secret), dtype=torch.uint8)
+        numbers = torch.tensor(list(secret), dtype=torch.uint8, device="cpu")
         with self._talking("The key of the run", "Nothing was released."):
             distributed.broadcast(numbers, group=self._control, group_src=0)
         return bytes(numbers.tolist())
@@ -156,7 +156,7 @@ class Ranks:
     ) -> list[tuple[Mapping[str, Any], str | None]] | None:
         """What every rank has to say if one has failed or they disagree; else None."""
         number = int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=8).digest()) >> 2
-        told = torch.tensor([failed, number, -number])
+        told = torch.tensor([failed, number, -number], device="cpu")
         answers: list[Any] = [None] * self.size
         with self._talking(f"{call}()", "Nothing was released."):
             distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self._control)
@@ -297,7 +297,7 @@ def _bypass(model: nn.Module, ranks: Ranks) -> None:
     """
     own = set(model.modules())
     for found in gc.get_objects():  # the model does not know of its wrapper
-        if issubclass(type(found), DistributedDataParallel) and found.module in own:
+        if issubclass(type(found), DistributedDataParallel) and getattr(found, "module", None) in own:
             before = found.forward
             found.forward = _Bypass(found, before.forward if isinstance(before, _Bypass) else before, ranks)
 
