@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpscale
-from dpscale import booking, checkpoint, files, ledger, noise, training
+from dpscale import booking, checkpoint, distributed, files, ledger, noise
 
 STEPS, SIZE, SAVE_EVERY = 400, 64, 7
 STRETCH = STEPS // 20  # the longest
@@ -219,9 +219,11 @@ class Life:
             self.note("noise" if label.startswith("noise") else "draws", stream)
             return derive(key, label)
 
-        def released(self_: noise.Noise, sums: dict[str, torch.Tensor], std: float, step: int) -> None:
+        def released(
+            self_: noise.Noise, sums: dict[str, torch.Tensor], std: float, step: int, shard: int | None = None
+        ) -> None:
             self.note("release", str(step))
-            add(self_, sums, std, step)
+            add(self_, sums, std, step, shard)
 
         noise.Key.derive, noise.Noise.add = noted, released
         for owner, name, place in ((checkpoint, "replacing", 2), (ledger.Ledger, "writing", 3)):
@@ -261,7 +263,7 @@ def sabotage(what: str) -> None:
     """Break the product as a bug might."""
     if what == "noise":  # a resumed run takes up the streams of the first
         key = noise.Key
-        training.Key = lambda seed=None: key(seed or 0)  # type: ignore[misc, assignment]
+        distributed.Key = lambda seed=None: key(seed or 0)  # type: ignore[misc, assignment]
     elif what == "booking":  # steps are booked when they were released
         booking.Booking.reserve = lambda self, step: None  # type: ignore[method-assign]
     else:  # a checkpoint is written in its place

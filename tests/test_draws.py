@@ -263,7 +263,7 @@ def test_the_noise_of_an_empty_draw_is_that_of_any_other(dtype):
     """In float32 at least, before it is rounded."""
     run = private(mlp(dtype=dtype), sampling=dpscale.Poisson(size=SIZE, batch=1), steps=12)
     added = []
-    run._noise.add = lambda sums, std, step: added.append({t.dtype for t in sums.values()})
+    run._noise.add = lambda sums, std, step, shard: added.append({t.dtype for t in sums.values()})
     for batch in run.batches(data(dtype=dtype)):
         run.step(batch, loss_fn)
     assert all(found == {torch.promote_types(dtype, torch.float32)} for found in added)

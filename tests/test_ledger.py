@@ -68,10 +68,10 @@ def child(code, *arguments, wait=True):
 def test_every_step_is_on_disk_before_it_is_released(tmp_path, monkeypatch):
     books, seen, add = make(tmp_path), [], noise.Noise.add
 
-    def looking(self, sums, std, step):
+    def looking(self, sums, std, step, shard=None):
         with contextlib.closing(sqlite3.connect(books.path)) as db:  # another connection sees what is committed
             seen.append((step, *db.execute("SELECT max(last) FROM stretches").fetchone()))
-        add(self, sums, std, step)
+        add(self, sums, std, step, shard)
 
     monkeypatch.setattr(noise.Noise, "add", looking)
     train(private(books, steps=60), DATA)
@@ -112,7 +112,7 @@ def test_a_killed_process_has_paid_for_what_it_reserved(tmp_path, caplog):
     code = """
         run = private(make(Path(sys.argv[1])), steps=400)
         some_steps(run, 20); run.save(sys.argv[1] + "/run"); some_steps(run, 11)
-        print(run._booking._held.last, flush=True)
+        print(run._state.booking._held.last, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     code, out = child(code, tmp_path)
@@ -383,7 +383,7 @@ def test_a_forked_process_neither_holds_nor_books(tmp_path):
     reading, writing = os.pipe()
     if (forked := os.fork()) == 0:
         with contextlib.suppress(RuntimeError):
-            run._booking.reserve(4)
+            run._state.booking.reserve(4)
             os._exit(1)
         run.close()
         os.read(reading, 1)
@@ -445,9 +445,9 @@ def test_a_disk_that_is_full_stops_the_step_before_its_release(tmp_path):
         assert torch.equal(vector(run.model), before) and run.steps_taken == 3
         assert Path(sys.argv[1] + "/run").read_bytes() == saved
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert row(run._booking.ledger).charged == 3
+        assert row(run._state.booking.ledger).charged == 3
         run.step(batch, loss_fn)
-        assert run.steps_taken == 4 and row(run._booking.ledger).charged == 4
+        assert run.steps_taken == 4 and row(run._state.booking.ledger).charged == 4
     """
     code, out = child(code, tmp_path)
     first, second = out.splitlines()

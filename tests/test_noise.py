@@ -6,6 +6,8 @@ interval: one false failure in a million runs (and the seeds are fixed, so it is
 off moves the sum by 6%, 18 standard deviations: it is rejected but for odds far below 1e-6.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,26 @@ def test_noise_is_independent_between_parameters():
     noisy = {"a": torch.zeros(WIDTH), "b": torch.zeros(WIDTH)}
     Noise(Key(1)).add(noisy, 1.0, 1)
     assert abs(torch.corrcoef(torch.stack([noisy["a"], noisy["b"]]))[0, 1]) < 6 / np.sqrt(WIDTH)
+
+
+def test_shards_have_noise_of_their_own():
+    noises = []
+    for shard in (None, 0, 1, 10):
+        Noise(Key(1)).add(sums := {"w": torch.zeros(WIDTH)}, 1.0, 1, shard)
+        noises.append(sums["w"])
+    correlations = torch.corrcoef(torch.stack(noises)) - torch.eye(4)
+    assert correlations.abs().max() < 6 / np.sqrt(WIDTH)
+
+
+def test_noise_does_not_depend_on_the_number_of_a_device(monkeypatch):
+    """Ranks hold the same model on devices of other numbers; two devices of one rank have noise of their own."""
+    labels = []
+    monkeypatch.setattr("dpscale.noise._standard_normal", lambda key, label, device: labels.append(label))
+    monkeypatch.setattr("dpscale.noise._chunks", lambda tensors: [])
+    monkeypatch.setattr("dpscale.noise._Room", lambda device: None)
+    on = [SimpleNamespace(device=torch.device("cuda", k), is_complex=lambda: False) for k in (3, 5, 3)]
+    Noise(Key(1)).add(dict(enumerate(on)), 1.0, 4)
+    assert labels == ["noise/4/cuda", "noise/4/cuda:1"]
 
 
 @pytest.mark.parametrize("chunk", [10, 1 << 24])

@@ -71,6 +71,16 @@ def test_draws_of_one_size_have_one_shape(sampling):
     assert Sizes.of(FixedSize(size=60, batch=12), 4).rows == (4,)
 
 
+@pytest.mark.parametrize("shares", [1, 2, 8])
+def test_shares_of_a_draw_have_sizes_of_their_own(shares):
+    """Every share of a draw fits, also the first one, which has a row more; little is computed in vain."""
+    sampling = Poisson(size=60_000, batch=512)
+    rows = Sizes.of(sampling, shares=shares).rows
+    assert rows[0] < 512 / shares < rows[-1] <= 580 / shares + 8
+    assert Sizes.of(FixedSize(size=60, batch=7), shares=2).rows == (4,)
+    assert Sizes.of(FixedSize(size=60, batch=12), 3, shares=2).rows == (3,)
+
+
 def test_a_draw_beyond_the_largest_size_goes_in_two_parts():
     sizes = Sizes.of(Poisson(size=60_000, batch=16))
     assert sizes.rows == (12, 15, 18, 21, 27)

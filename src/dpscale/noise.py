@@ -11,6 +11,7 @@ but they are not proven against somebody who sees many outputs.
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -35,6 +36,13 @@ class Key:
         self._bytes = os.urandom(32) if seed is None else hashlib.blake2b(str(seed).encode(), digest_size=32).digest()
         self._process = os.getpid()
 
+    @classmethod
+    def shared(cls, seed: int | None, hand_out: Callable[[bytes], bytes]) -> "Key":
+        """The one key of several processes: ``hand_out`` is given this process's secret, and returns everybody's."""
+        key = cls(seed)
+        key._bytes = hand_out(key._bytes)
+        return key
+
     def derive(self, label: str) -> int:
         """256 bits that only this key and this label give."""
         if os.getpid() != self._process:
@@ -57,14 +65,14 @@ class Noise:
     """The noise of a run: a fresh stream for every step. The room that it is drawn into is kept between steps."""
 
     def __init__(self, key: Key) -> None:
-        self._key = key
+        self.key = key
         self._rooms: dict[torch.device, _Room] = {}
 
-    def add(self, sums: Mapping[str, Tensor], std: float, step: int) -> None:
+    def add(self, sums: Mapping[str, Tensor], std: float, step: int, shard: int | None = None) -> None:
         """Add N(0, std²) to every entry of the sums (both parts of complex ones), independently, in place.
 
-        Guarantee: each call draws fresh noise for its (key, step); it is the caller's part to call once per logical
-        batch.
+        Guarantee: each call draws fresh noise for its (key, step, shard); it is the caller's part to call once per
+        logical batch. It does not depend on which of several devices of one type holds the sums.
 
         | std | result                             |
         |-----|------------------------------------|
@@ -74,12 +82,18 @@ class Noise:
             sums: float32 (or wider) tensors by name.
             std: absolute, not relative to anything: a plan's ``noise_std``.
             step: number of the logical batch.
+            shard: whose part of the sums this is, where every rank has its own; None where all have the same.
         """
         if std == 0:
             return
         tensors = [part for t in sums.values() for part in ((t.real, t.imag) if t.is_complex() else (t,))]
+        label = f"noise/{step}" if shard is None else f"noise/{step}/shard {shard}"
+        met: Counter[str] = Counter()
         for device in dict.fromkeys(t.device for t in tensors):
-            draw = _standard_normal(self._key, f"noise/{step}/{device}", device)
+            # By its type and its turn: the same part of a model is on cuda:0 here and on cuda:1 in another process.
+            place = f"{device.type}:{met[device.type]}" if met[device.type] else device.type
+            met[device.type] += 1
+            draw = _standard_normal(self.key, f"{label}/{place}", device)
             if device not in self._rooms:
                 self._rooms[device] = _Room(device)
             # One draw and one fused addition for many tensors: hundreds of small ones cost more to launch than to do.

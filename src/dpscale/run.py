@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from dpscale.booking import Booking
 from dpscale.momentum import MomentumState
 from dpscale.plan import Plan, differences
 from dpscale.sampling import Draw, Indices
@@ -35,6 +36,9 @@ class RunState:
         released_here: draws that were released since the run was made or resumed.
         order: of the shuffled epoch that was under way when the run was resumed, and the number of that epoch.
         held: what a checkpoint holds of the momentum, until the first step after it.
+        booking: the run's part in a ledger, on the rank that books.
+        name: of the run in that ledger.
+        dataset: whose samples have a place that must stay.
     """
 
     steps_taken: int = 0
@@ -48,6 +52,9 @@ class RunState:
     released_here: int = 0
     order: tuple[int, Indices] | None = None
     held: Mapping[str, Any] | None = None
+    booking: Booking | None = None
+    name: str | None = None
+    dataset: Any = None
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # batches may be drawn by a thread
     _made: WeakSet[Draw] = field(default_factory=WeakSet, repr=False)  # to say what became of a draw, for errors
     _released: WeakSet[Draw] = field(default_factory=WeakSet, repr=False)

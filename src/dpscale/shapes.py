@@ -38,17 +38,21 @@ class Sizes:
     rows: tuple[int, ...]
 
     @classmethod
-    def of(cls, sampling: Sampling, micro_batch: int | None = None) -> "Sizes":
-        """For the draws of a sampler, in parts of no more than ``micro_batch`` rows. Draws of one size need one."""
-        spread = sampling.spread
+    def of(cls, sampling: Sampling, micro_batch: int | None = None, shares: int = 1) -> "Sizes":
+        """For the draws of a sampler, in parts of no more than ``micro_batch`` rows. Draws of one size need one.
+
+        Args:
+            shares: in how many each draw is divided before, row by row.
+        """
+        spread, batch = sampling.spread / shares, -(-sampling.batch // shares)
         if spread == 0:
-            chosen = [sampling.batch]
+            chosen = [batch]
         else:
             multiple = ALIGNED if spread >= ALIGNED - 0.5 else 1
-            wanted = (math.ceil((sampling.batch + d * spread) / multiple) * multiple for d in DEVIATIONS)
-            chosen = [min(rows, sampling.size) for rows in wanted]
+            wanted = (math.ceil((sampling.batch / shares + d * spread) / multiple) * multiple for d in DEVIATIONS)
+            chosen = [min(rows, -(-sampling.size // shares)) for rows in wanted]
         if micro_batch is not None and micro_batch < max(chosen):
-            whole = spread == 0 and sampling.batch % micro_batch == 0
+            whole = spread == 0 and batch % micro_batch == 0
             chosen = [micro_batch] if whole else [-(-micro_batch * eighths // 8) for eighths in EIGHTHS]
         return cls(tuple(sorted({min(max(ROWS, rows), max(chosen)) for rows in chosen})))
 

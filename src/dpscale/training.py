@@ -1,23 +1,24 @@
 """The private step, and the loop around it: claim the draw, sum, add noise, hand over to the optimizer."""
 
 import logging
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from dpscale import checkpoint
 from dpscale.batches import Batch, Batches, Padding, device_of, fetched, part_of, rows_of
-from dpscale.booking import Booking, open_run
+from dpscale.booking import open_run
 from dpscale.checks import complaint, out_of_memory, require, require_count
+from dpscale.distributed import Description, Ranks, data_terms, unwrapped
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
 from dpscale.engine.compat import foreach_add_, foreach_div_, tree_map
 from dpscale.engine.modules import Structure, structure
@@ -37,7 +38,7 @@ Parameters = Mapping[str, Tensor]
 
 @dataclass(frozen=True, repr=False)
 class StepReport:
-    """What a step saw. All of it is exact, without noise: for research on public data, never for release.
+    """What a step saw, on this rank. All of it is exact, without noise: for research on public data, never for release.
 
     Attributes:
         samples: how many were drawn.
@@ -69,25 +70,26 @@ class Private:
     """A model and its optimizer under a privacy plan; made by `privatize`."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, plan: Plan, seed: int | None, micro_batch: int | None,
-        compile: bool,
+        self, model: nn.Module, optimizer: Optimizer, plan: Plan, key: Key, micro_batch: int | None,
+        compile: bool, ranks: Ranks,
     ) -> None:  # fmt: skip
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._state = RunState()
-        self._booking: Booking | None = None
-        self._key = Key(seed)
-        self._noise = Noise(self._key)
-        self._padding = Padding(Sizes.of(plan.sampling, micro_batch)) if compile else None
+        self._ranks = ranks
+        self._noise = Noise(key)
+        self._padding = Padding(Sizes.of(plan.sampling, micro_batch, ranks.size)) if compile else None
         self._engine = Engine(model, compile=compile, any_size=self._padding.usual if self._padding else 0)
         self._guard = Guard(optimizer, self)
         self._micro_batch = micro_batch
-        self._dataset: Any = None  # whose samples have a place that must stay
         self._structure: Structure | None = None
+        self._description = Description()
+        this = ref(self)
+        ranks.record_when(lambda: (run := this()) is not None and run.waiting, compile)
         self._parameters()
 
     @property
     def model(self) -> nn.Module:
-        """Yours, unchanged; hooks on it work as ever."""
+        """Yours, unchanged, out of its `DistributedDataParallel`; hooks on it work as ever."""
         return self._model
 
     @property
@@ -148,9 +150,9 @@ class Private:
 
     def _history(self) -> Iterator[str]:
         """What a statement says of resumptions, and of the ledger."""
-        times, booking = self._state.resumed, self._booking
+        times, booking = self._state.resumed, self._state.booking
         if times:
-            lost = "are counted too" if booking else "are not counted, as nobody may have seen their weights"
+            lost = "are counted too" if self._state.name else "are not counted, as nobody may have seen their weights"
             yield (
                 f"Resumed: {'once' if times == 1 else f'{times} times'}, with fresh randomness. Steps that were taken "
                 f"after a save, and lost with their process, {lost}."
@@ -181,27 +183,38 @@ class Private:
         are dropped. Of the data only their number is checked: with `PerSampleEMA` and in the midst of a shuffled epoch,
         samples are known by their places, which must be the same as before.
         """
-        self._check_saved(state, "The state")
-        self._resume(state)
+        with self._ranks.together("load_state_dict", lambda: {"steps taken": self.steps_taken}):
+            self._check_saved(state, "The state")
+            self._resume(state)
+        self._adopt()
 
     def save(self, path: str | Path, extra: Any = None) -> None:
         """Write a checkpoint of all that is needed to go on: run, model and optimizer, in one file.
 
-        The file is written whole or not at all, without pickle, for this user's eyes alone.
+        The file is written whole or not at all, without pickle, for this user's eyes alone. Of several ranks the first
+        one writes it; it may be loaded on any number of them.
 
         Args:
             path: of the file; one that is there is replaced when the new one is whole.
             extra: what else belongs to it, such as ``scheduler.state_dict()``: numbers, text, tensors, and lists and
                 dicts of them. `load` returns it.
         """
-        if self._per_sample:
-            log.warning("dpscale: %s will hold exact gradients of single samples. Never publish it.", path)
-        checkpoint.write(Path(path), {
-            "run": self._saved(), "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "optimizer_type": type(self.optimizer).__name__, "extra": extra,
-        })  # fmt: skip
-        if self._booking is not None:
-            self._booking.confirm()
+        with self._ranks.together("save", lambda: {"steps taken": self.steps_taken}):
+            if self._ranks.sharded:
+                raise RuntimeError(
+                    "A model under fully_shard is in no single process. Save it and its optimizer with "
+                    "torch.distributed.checkpoint, and private.state_dict() beside them."
+                )
+            if self._per_sample:
+                log.warning("dpscale: %s will hold exact gradients of single samples. Never publish it.", path)
+            found = {
+                "run": self._saved(), "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "optimizer_type": type(self.optimizer).__name__, "extra": extra,
+            }  # fmt: skip
+            if self._ranks.rank == 0:
+                checkpoint.write(Path(path), found)
+            if self._state.booking is not None:
+                self._state.booking.confirm()
 
     def load(self, path: str | Path) -> Any:
         """Go on from a checkpoint that `save` wrote, as `load_state_dict` does, with model and optimizer.
@@ -211,27 +224,35 @@ class Private:
         Returns:
             what `save` was given as ``extra``.
         """
-        found = checkpoint.read(Path(path))
-        self._check_saved(found["run"], f"The checkpoint {path}", found["model"])
-        kind = type(self.optimizer).__name__
-        if found["optimizer_type"] != kind:
-            raise ValueError(
-                f"The checkpoint {path} does not fit this run: its optimizer is {found['optimizer_type']}, and this "
-                f"one is {kind}. Nothing was changed."
-            )
-        before = self.optimizer.state_dict()
-        self.optimizer.load_state_dict(found["optimizer"])  # refuses other groups of parameters
-        try:
-            self._resume(found["run"])
-        except BaseException:
-            self.optimizer.load_state_dict(before)
-            raise
-        self.model.load_state_dict(found["model"])
+        with self._ranks.together("load", lambda: {"steps taken": self.steps_taken}):
+            found = checkpoint.read(Path(path))
+            self._check_saved(found["run"], f"The checkpoint {path}", found["model"])
+            kind = type(self.optimizer).__name__
+            if found["optimizer_type"] != kind:
+                raise ValueError(
+                    f"The checkpoint {path} does not fit this run: its optimizer is {found['optimizer_type']}, and "
+                    f"this one is {kind}. Nothing was changed."
+                )
+            before = self.optimizer.state_dict()
+            self.optimizer.load_state_dict(found["optimizer"])  # refuses other groups of parameters
+            try:
+                self._resume(found["run"])
+            except BaseException:
+                self.optimizer.load_state_dict(before)
+                raise
+            self.model.load_state_dict(found["model"])
+        self._adopt()
         return found["extra"]
 
     def _saved(self) -> dict[str, Any]:
-        return {**self._state.saved(self._plan, self._parameters(), self._order(self._state.last_released)),
-                "run": self._run_name}  # fmt: skip
+        momentum = self.plan.momentum
+        if momentum is not None and (self._ranks.sharded or (self._per_sample and self._ranks.size > 1)):
+            raise RuntimeError(
+                f"What {type(momentum).__name__} remembers is divided among the ranks, and cannot be saved yet. Plan "
+                "without it, or with one process."
+            )
+        order = self._order(self._state.last_released)
+        return {**self._state.saved(self._plan, self._parameters(), order), "run": self._state.name}
 
     def _check_saved(self, state: Mapping[str, Any], what: str, model: Mapping[str, Any] | None = None) -> None:
         """Refuse a state that is not of this run, or a run that it would undo."""
@@ -241,64 +262,53 @@ class Private:
                 "Nothing was changed. Load into a new one, from privatize(). To go back to earlier weights, load them "
                 "into the model: the steps stay paid for."
             )
-        against = [*refusals(state, self._plan, self._parameters(), self._run_name)]
+        against = [*refusals(state, self._plan, self._parameters(), self._state.name)]
         if model is not None and not against:
             against = [*_differences(model, self.model.state_dict())]
         if against:
             raise ValueError(f"{what} does not fit this run: {'; '.join(against)}. Nothing was changed.")
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that was checked, under a fresh key."""
-        with self._state.lock:
-            independent = self._plan.sampling.independent
-            position, lost = state["steps_taken" if independent else "last_released"], state["lost"]
-            lost = lost if self._booking is None else self._booking.resume(position, lost)
-            self._state.restore(state, self._plan, lost)
+        """Go on from a state that was checked; `_adopt` must follow."""
+        run = self._state
+        with run.lock:
+            position, lost = state["steps_taken" if self.plan.sampling.independent else "last_released"], state["lost"]
+            run.restore(state, self._plan, lost if run.booking is None else run.booking.resume(position, lost))
             self._engine.recorder.stop()
-            self._renew_key()
 
-    def _renew_key(self) -> None:
-        """No stream of random numbers that was used before comes again, whatever the seed."""
-        self._key = Key()
-        self._noise = Noise(self._key)
+    def _adopt(self) -> None:
+        """Take over what rank 0 knows of the ledger. Where steps were released before, perhaps under the same seed, no
+        stream of random numbers comes again."""
+        state = self._state
+        if state.booking is not None:
+            state.name, state.lost = state.booking.name, state.booking.lost
+        state.name, state.lost = self._ranks.told((state.name, state.lost))
+        if state.lost or state.resumed:
+            self._noise = Noise(self._ranks.key(None))
 
     def close(self) -> None:
         """End the run: what it has reserved in a ledger and not used is given back, and another process may resume it.
 
         Without a ledger this does nothing. It happens by itself when the process ends.
         """
-        if self._booking is not None:
-            self._booking.close()
-
-    def _open(self, ledger: Ledger, run: str | None) -> None:
-        """Book from now on."""
-        self._booking = open_run(ledger, run, self._plan)
-        self._state.lost = self._booking.lost
-        if self._booking.lost:  # it has released steps before, perhaps under the same seed
-            self._renew_key()
-
-    @property
-    def _run_name(self) -> str | None:
-        return None if self._booking is None else self._booking.name
-
-    def _book(self, draw: Draw) -> None:
-        """In the ledger, on disk, before the draw is released."""
-        if self._booking is not None:
-            self._booking.reserve(self._state.position(self.plan.sampling.independent, draw))
+        if self._state.booking is not None:
+            self._state.booking.close()
 
     def _order(self, step: int) -> Indices | None:
         """Of the shuffled epoch that ``step`` lies in, if it has begun before."""
         carried, sampling = self._state.order, self.plan.sampling
         if carried is not None and step // sampling.steps(1) == carried[0]:
             return carried[1]
-        return sampling.order(self._key.generator("sampling"), step)
+        return sampling.order(self._noise.key.generator("sampling"), step)
 
-    def public_data(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def public_data(self) -> Iterator[None]:
         """Inside ``with private.public_data():`` optimizers may apply plain gradients, which the run refuses elsewhere.
 
         They cost no privacy if the data are public and were not chosen by looking at the private ones.
         """
-        return self._guard.public()
+        with self._guard.public(), self._ranks.on_public_data():
+            yield
 
     def batches(self, dataset: Dataset[Any], **loader: Any) -> Batches:
         """Draw the planned batches, those already taken left out; ``len`` says how many.
@@ -306,7 +316,7 @@ class Private:
         Each is a `Batch`: the rows of the samples drawn, without padding. It knows its draw, so batches may be taken
         ahead of their use, moved with ``batch.to(device)`` and changed with ``batch.map(fn)``. Each is released once;
         one that is not released costs nothing (under `Shuffled` it does). An empty draw is a batch of one row of zeros,
-        which is masked: a step of noise.
+        which is masked: a step of noise. On several ranks each gets its rows of the draw, and those are its batch.
 
         Args:
             dataset: a `TensorDataset` (indexed on the device where its tensors are), or any map-style dataset.
@@ -314,7 +324,8 @@ class Private:
                 to the plan: ``batch_size``, ``shuffle`` and the like are refused. ``collate_fn`` is given the samples
                 drawn, and returns a row for each, in tensors, or tuples, lists, mappings of them.
         """
-        left = self._check_data(dataset, loader)
+        with self._ranks.together("batches", lambda: {"data": data_terms(dataset)}):
+            left = self._check_data(dataset, loader)
         return Batches(self._batches(dataset, loader, left), left)
 
     def epochs(self, dataset: Dataset[Any], **loader: Any) -> Iterator[Batches]:
@@ -327,7 +338,8 @@ class Private:
             dataset: as for `batches`.
             loader: as for `batches`.
         """
-        left, each = self._check_data(dataset, loader), self.plan.sampling.steps(1)
+        with self._ranks.together("epochs", lambda: {"data": data_terms(dataset)}):
+            left, each = self._check_data(dataset, loader), self.plan.sampling.steps(1)
         first = min(left, each - self._state.position(self.plan.sampling.independent) % each)
         sizes = [first, *(min(each, left - k) for k in range(first, left, each))]
         return (Batches(self._batches(dataset, loader, size), size) for size in sizes if size)
@@ -353,7 +365,7 @@ class Private:
                 "dpscale: %d steps of the run %r are in its ledger already, and it begins anew: they count, and %d are "
             )
             log.warning(
-                told + "left. private.load(path) goes on from a checkpoint.", self._charged, self._run_name, left
+                told + "left. private.load(path) goes on from a checkpoint.", self._charged, self._state.name, left
             )
         if not left:
             log.warning("dpscale: all %d planned steps are taken, so there are no more batches.", self.steps)
@@ -370,11 +382,11 @@ class Private:
         elif sampling.independent:
             return
         require(
-            not midway or self._dataset is None or dataset is self._dataset, "batches", "dataset",
+            not midway or self._state.dataset is None or dataset is self._state.dataset, "batches", "dataset",
             "the very dataset that this run began with", "another one",
             "Samples are known by their place in it: another order would be another sample's part.",
         )  # fmt: skip
-        self._dataset = dataset
+        self._state.dataset = dataset
 
     def _batches(self, dataset: Dataset[Any], loader: Mapping[str, Any], count: int) -> Iterator[Batch]:
         state = self._state
@@ -382,9 +394,10 @@ class Private:
             this = state.start_loop()
             self._engine.recorder.stop()
         start = state.handed_out
-        drawn = self.plan.sampling.draws(self._key.generator("sampling"), start=start, order=self._order(start))
+        drawn = self.plan.sampling.draws(self._noise.key.generator("sampling"), start=start, order=self._order(start))
+        shares = map(self._ranks.share, islice(drawn, count))
         try:
-            for indices, data, singles, rows in fetched(dataset, loader, islice(drawn, count)):
+            for indices, data, singles, rows in fetched(dataset, loader, shares):
                 with state.lock:
                     if this != state.loop:
                         raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
@@ -397,6 +410,7 @@ class Private:
                 if this == state.loop:
                     state.outstanding.clear()
                     self._engine.recorder.stop()
+                    self._ranks.give_back()
             raise
 
     def step(self, batch: Any, loss_fn: LossFn) -> StepReport:
@@ -406,13 +420,16 @@ class Private:
             batch: as drawn; it may have been moved to a device or transformed sample by sample.
             loss_fn: ``loss_fn(model, data)`` -> per-sample losses, shape (B,); ``data`` is ``batch.data``.
         """
-        data = batch.data if isinstance(batch, Batch) else batch
-        parameters = self._parameters()
-        draw = self._claim_draw(batch, rows_of(data), parameters)
-        momentum = self._momentum_state(parameters, len(draw.mask))
-        batch = batch if isinstance(batch, Batch) else Batch(data, draw)
-        out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
-        report = self._release(draw, out, parameters, momentum)
+        with self._ranks.whole():
+            with self._ranks.together("step", lambda: self._terms(draw)):
+                data = batch.data if isinstance(batch, Batch) else batch
+                parameters = self._parameters()
+                draw = self._claim_draw(batch, rows_of(data), parameters)
+                momentum = self._momentum_state(parameters, len(draw.mask))
+                batch = batch if isinstance(batch, Batch) else Batch(data, draw)
+                out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
+                report = self._book(draw, out)
+            self._release(draw, out, parameters, momentum)
         self.optimizer.step()
         self._require_applied()
         self.optimizer.zero_grad()
@@ -427,18 +444,22 @@ class Private:
             losses: shape (B,), from a forward of the model on the drawn batch.
             batch: the one that they are the losses of. None: the one outstanding draw.
         """
-        self._check_backward()
-        parameters = self._parameters()
-        draw = self._claim_draw(batch, None, parameters)
-        check_losses(losses, len(draw.mask))
-        momentum = self._momentum_state(parameters, len(draw.mask))
-        if draw.mask.any():
-            mask = torch.ones(len(draw.mask), dtype=torch.bool, device=losses.device)
-            with _memory_advice(len(draw.mask)):
-                out = self._engine.recorder.scaled_sum(losses, self.plan.scaling, mask)
-        else:
-            out = _nothing(parameters, losses.device, self.plan.bound)
-        return self._release(draw, out, parameters, momentum)
+        with self._ranks.whole():
+            with self._ranks.together("backward", lambda: self._terms(draw)):
+                self._check_backward()
+                parameters = self._parameters()
+                draw = self._claim_draw(batch, None, parameters)
+                check_losses(losses, len(draw.mask))
+                momentum = self._momentum_state(parameters, len(draw.mask))
+                if draw.mask.any():
+                    mask = torch.ones(len(draw.mask), dtype=torch.bool, device=losses.device)
+                    with _memory_advice(len(draw.mask)):
+                        out = self._engine.recorder.scaled_sum(losses, self.plan.scaling, mask)
+                else:
+                    out = _nothing(parameters, losses.device, self.plan.bound)
+                report = self._book(draw, out)
+            self._release(draw, out, parameters, momentum)
+        return report
 
     def _claim_draw(self, batch: Any, rows: int | None, parameters: Parameters) -> Draw:
         """The draw that is about to be released, after every check that could refuse it. Nothing is changed."""
@@ -453,7 +474,7 @@ class Private:
             draw = state.only_outstanding(rows)
         if state.charged(independent, draw) > self.steps:
             raise self._exhausted()
-        overwritten = set(map(id, parameters.values()))
+        overwritten = {id(self._ranks.stored(p)) for p in parameters.values()}
         steered = (p for group in self.optimizer.param_groups for p in group["params"])
         self._guard.check(p for p in steered if id(p) not in overwritten)
         return draw
@@ -492,24 +513,37 @@ class Private:
             parts.append(out)
         return _joined(parts)
 
-    def _release(self, draw: Draw, out: ScaledSum, parameters: Parameters, momentum: MomentumState) -> StepReport:
-        """Book the step, add the noise once, divide by the expected batch size, and hand over to the optimizer."""
+    def _terms(self, draw: Draw) -> dict[str, Any]:
+        """What every rank must say alike before a draw is released."""
+        taken, found = self.steps_taken, self._structure
+        assert found is not None
+        values = self._ranks.values(tuple(found.trainable.values()), taken)
+        return {"draw": draw.number, "steps taken": taken, "parameters": self._description, "values": values}
+
+    def _book(self, draw: Draw, out: ScaledSum) -> StepReport:
+        """In the ledger, on disk, before the draw is released. Where no sample has a gradient, the parameters may be
+        the cause: refuse those."""
         if (ignored := int(out.ignored)) and ignored == len(draw.indices):
             require_finite(self.model)
-        self._book(draw)
+        if self._state.booking is not None:
+            self._state.booking.reserve(self._state.position(self.plan.sampling.independent, draw))
+        return StepReport(len(draw.indices), out.losses, out.norms, out.weights, out.ignored)
+
+    def _release(self, draw: Draw, out: ScaledSum, parameters: Parameters, momentum: MomentumState) -> None:
+        """Count the step, sum over the ranks, add the noise once, divide by the expected batch size, and hand over to
+        the optimizer. It is counted first: every rank has done so before any of them can have the sum."""
         with self._state.lock:
             self._state.release(draw)
             if not self._state.outstanding:
                 self._engine.recorder.stop()
-        sums = out.grads
-        self._noise.add(sums, self.plan.noise_std, self.steps_taken)
+        sums = self._ranks.total(out.grads, parameters)
+        for shard, part in self._ranks.by_noise(sums, parameters):
+            self._noise.add(part, self.plan.noise_std, self.steps_taken, shard)
         momentum.release(sums)
         foreach_div_(list(sums.values()), self.plan.expected_batch)
         for name, mean in sums.items():
-            p = parameters[name]
-            p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
-        self._guard.released(parameters[name] for name in sums)
-        return StepReport(len(draw.indices), out.losses, out.norms, out.weights, out.ignored)
+            self._ranks.set_gradient(parameters[name], mean)
+        self._guard.released(self._ranks.stored(parameters[name]) for name in sums)
 
     def _momentum_state(self, parameters: Parameters, samples: int) -> MomentumState:
         """What the momentum remembers, made at the first step: only then is the model where it stays."""
@@ -534,14 +568,14 @@ class Private:
         found = structure(self.model)
         if found is not self._structure:
             trainable(found)  # refuses a model that has none
-            check_optimizer(self.model, self.optimizer)
-            self._guard.watch(found.trainable.values())
-            self._structure = found
+            check_optimizer(self.model, self.optimizer, self._ranks.stored)
+            self._guard.watch(map(self._ranks.stored, found.trainable.values()))
+            self._structure, self._description = found, Description.of(self.model)
         return dict(found.trainable)
 
     def _check_backward(self) -> None:
         """Refuse a release that would overwrite another, or for which one forward is not enough."""
-        if self._guard.unapplied and any(p.grad is not None for p in self.model.parameters()):
+        if self._guard.unapplied and any(self._ranks.stored(p).grad is not None for p in self.model.parameters()):
             raise RuntimeError(
                 "backward() was called again before optimizer.step(). A second release would overwrite the first, "
                 "and both would be charged. Call optimizer.step() and optimizer.zero_grad() first; for larger "
@@ -578,6 +612,7 @@ def privatize(
     compile: bool | None = None,
     ledger: Ledger | None = None,
     run: str | None = None,
+    group: Any = None,
 ) -> Private:
     """Train ``model`` with ``optimizer`` under ``plan``.
 
@@ -602,6 +637,8 @@ def privatize(
         ledger: where all runs on these data are booked. A plan that does not fit into what is left of its total is
             refused, and so is the step that could not be written down.
         run: the name of this run in the ledger, under which it is resumed. None: a new one.
+        group: the `torch.distributed` process group to train in; None for that of all processes, if there is one. Every
+            rank calls this and all that follows alike, on the whole data set, and takes its rows of each draw.
 
     What comes before the first step (checks, compilation) is logged by the logger ``dpscale`` at level INFO, with
     its seconds.
@@ -620,14 +657,28 @@ def privatize(
         >>> private.steps_taken, private.epsilon(1e-4) <= 3
         (3, True)
     """
-    _check_arguments(model, optimizer, plan, micro_batch)
-    if compile is None:
-        compile = all(p.is_cuda for p in model.parameters())
     require(run is None or ledger is not None, "privatize", "run", "left out without a ledger", run)
     require(isinstance(ledger, Ledger | None), "privatize", "ledger", "a dpscale.Ledger, or None", ledger)
-    private = Private(model, optimizer, plan, seed, micro_batch, compile)
+    model = unwrapped(model)
+    ranks = Ranks(model, group)
+    key = ranks.key(seed)
+
+    def terms() -> dict[str, Any]:
+        kept = [{k: str(v) for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
+        steered = type(optimizer).__name__, *kept
+        return {"plan": repr(plan), "parameters": Description.of(model), "optimizer": steered,
+                "values": ranks.values((*model.parameters(), *model.buffers())),
+                "ledger": (ledger is not None, run)}  # fmt: skip
+
+    with ranks.whole(), ranks.together("privatize", terms):
+        _check_arguments(model, optimizer, plan, micro_batch)
+        if compile is None:
+            compile = all(p.is_cuda for p in model.parameters())
+        private = Private(model, optimizer, plan, key, micro_batch, compile, ranks)
+        if ledger is not None and ranks.rank == 0:  # one of them books for all
+            private._state.booking = open_run(ledger, run, plan)
     if ledger is not None:
-        private._open(ledger, run)
+        private._adopt()
     return private
 
 
@@ -638,32 +689,18 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer, plan: Plan, micro_b
             "Give steps or epochs, or call plan.calibrate_steps(epsilon=..., delta=...).")  # fmt: skip
     if micro_batch is not None:
         require_count("privatize", "micro_batch", micro_batch)
-    _require_one_process()
     require_finite(model)
     lbfgs = any(isinstance(one, torch.optim.LBFGS) for one in wrapped(optimizer))
     require(not lbfgs, "privatize", "optimizer", "one that steps once per gradient", "LBFGS",
             "It evaluates the loss several times a step, which would be several releases.")  # fmt: skip
 
 
-def _require_one_process() -> None:
-    """Refuse to be one of several ranks: they are not told of each other."""
-    if distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-    else:  # under torchrun, before the process group is made
-        told = os.environ.get("WORLD_SIZE", "1")
-        ranks = int(told) if told.isdecimal() and "RANK" in os.environ else 1
-    if ranks > 1:
-        raise RuntimeError(
-            f"privatize() was called in one of {ranks} processes, and distributed training is not there yet. Each rank "
-            "would train alone, on its own weights, and print the full epsilon. Run one process."
-        )
-
-
-def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """It must be over the model's trainable parameters, all of them and nothing else."""
-    names = {id(p): n for n, p in trainable(structure(model)).items()}
+def check_optimizer(model: nn.Module, optimizer: Optimizer, stored: Callable[[Tensor], Tensor]) -> None:
+    """It must be over the model's trainable parameters, all of them and nothing else; ``stored`` says where they are
+    kept between steps."""
+    names = {id(stored(p)): n for n, p in trainable(structure(model)).items()}
     steered = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    strangers = len(steered - {id(p) for p in model.parameters()})
+    strangers = len(steered - {id(stored(p)) for p in model.parameters()})
     require(not strangers, "privatize", "optimizer", "over parameters of the model alone", f"{strangers} other tensors",
             "They would be trained without privacy, or not at all. Put them into the model.")  # fmt: skip
     idle = [n for i, n in names.items() if i not in steered]

@@ -6,13 +6,14 @@ checked in one place. What is slow to import is imported inside a function.
 
 import builtins
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 # Tells tensors that stand for no values. If it goes: a dispatch mode that notes what it makes.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -56,11 +57,44 @@ hooks: Callable[[nn.Module], tuple[Mapping[int, Any], ...]] = attrgetter(
 
 registered: Callable[[nn.Module], tuple[Mapping[str, Any], ...]] = attrgetter("_parameters", "_buffers", "_modules")
 
+# The same, to put other parameters or hooks in their place. If they go: `reparametrized`, and no model under FSDP.
+own_parameters: Callable[[nn.Module], MutableMapping[str, Any]] = attrgetter("_parameters")
+forward_hooks: Callable[[nn.Module], tuple[MutableMapping[int, Any], ...]] = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks"
+)
+
 
 def storage(t: Tensor) -> int:
     """A number that tells a tensor's memory from any other's, fake ones included. If it goes: `StorageWeakRef`."""
     number: int = t.untyped_storage()._cdata
     return number
+
+
+# One tensor from all ranks, or to all; torch 2.13 gave them new names. Once that is the oldest: by these names.
+all_gather: Callable[..., Any] = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = (
+    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+)
+
+
+def is_sharded(t: Any) -> bool:
+    """Whether it is a distributed tensor. The package that defines them is slow to import, and may never be needed."""
+    return hasattr(t, "device_mesh")
+
+
+def group_timeout(group: Any, device: torch.device) -> timedelta:
+    """How long a collective of a process group waits. If it goes: let the caller be told, beside ``group``."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def sharding_policies(module: Any) -> tuple[Any, list[Any]]:
+    """The mixed precision of a module under `fully_shard`, and where each group of its parameters is offloaded to.
+
+    If it goes: compare the dtype and the device of its parameters with those that a forward sees.
+    """
+    state = module._get_fsdp_state()
+    return state._mp_policy, [group.offload_policy for group in state._fsdp_param_groups]
 
 
 def reparametrized(model: nn.Module, values: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpscale.engine.compat import registered, version
+from dpscale.engine.compat import is_sharded, registered, version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import Variable, variables_of
 from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
@@ -67,6 +67,8 @@ class Surroundings:
                 if _has_values(value) and (path.startswith("model") or value.numel() <= _NUMBERS):
                     self._tensors.append((path, value, value.detach().clone(), version(value)))
                 self._too_large |= value.numel() > _NUMBERS and not path.startswith("model")
+            elif isinstance(value, nn.Module):
+                _require_whole(path, value)
             elif isinstance(value, dict | list | set | deque):
                 self._containers.append((value, value.copy()))
                 self._sizes.append(len(value))
@@ -287,8 +289,17 @@ def _own(defined: Any) -> bool:
 
 
 def _has_values(t: Tensor) -> bool:
-    """Whether they can be compared, and written back."""
-    return t.layout is torch.strided and not t.is_meta and not t.is_inference()
+    """Whether they can be compared, and written back. To compare distributed ones would need the other ranks."""
+    return t.layout is torch.strided and not (t.is_meta or t.is_inference() or is_sharded(t))
+
+
+def _require_whole(path: str, module: nn.Module) -> None:
+    """A forward that needs the other ranks cannot be looked at: they do not look at the same time."""
+    if any(map(is_sharded, registered(module)[0].values())):
+        raise UnsupportedModel(
+            f"{path!r} has parameters in shards, so its forward waits for the other ranks, which may not run it now. "
+            "Give loss_fn a plain copy of it, or put what it computes into the data."
+        )
 
 
 def _digest(t: Tensor) -> Any:

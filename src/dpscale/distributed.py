@@ -1,0 +1,392 @@
+"""Several processes as one run: who has which rows, one reduction, and failing together.
+
+Every rank draws the same batches from one key, and takes its rows of each. Norms and weights are local; sums are
+reduced once a step; then all ranks add the same noise, so their parameters stay equal to the bit. Before anything is
+booked or reduced the ranks exchange three numbers: whether one of them failed, and whether they are at the same step of
+the same run. So an error on one rank is an error on all of them, and nothing is released.
+
+These three numbers travel by a group of their own, over the CPU: nothing that a script sends can be taken for them, a
+rank that dies is noticed at once, and no GPU is waited for.
+"""
+
+import gc
+import hashlib
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, TensorDataset
+
+from dpscale.checks import out_of_memory
+from dpscale.engine.compat import group_timeout, is_sharded
+from dpscale.noise import Key
+from dpscale.sampling import Indices
+from dpscale.sharding import Shards, buckets, gradient
+
+T = TypeVar("T")
+
+GLANCED_AT = 1 << 16
+"""How many numbers of a parameter are compared between two thorough comparisons."""
+
+_REFUSED = {
+    "FullyShardedDataParallel": ("torch.distributed", "FSDP1", "Use torch.distributed.fsdp.fully_shard(model)."),
+    "DeepSpeedEngine": ("deepspeed", "DeepSpeed", "Pass the plain model, or use fully_shard(model) for its shards."),
+    "PipelineModule": ("deepspeed", "Pipeline parallelism", "Give every rank the whole model, or use fully_shard."),
+    "_PipelineStageBase": ("torch.distributed", "Pipeline parallelism",
+                           "Give every rank the whole model, or use fully_shard(model)."),
+    "DataParallel": ("torch.nn", "DataParallel", "Pass its .module, and start a process per GPU with torchrun."),
+}  # fmt: skip
+"""Wrappers that are not known, by the name of their class: (where it is from, what it is called, what to do)."""
+
+_ADVICE = {
+    "seed": "Pass the same seed on every rank, or none.",
+    "plan": "Make it from the same numbers everywhere; calibrate it with the same versions.",
+    "optimizer": "Make it alike on every rank.",
+    "parameters": "Every rank must hold the whole model: build it alike, freeze it alike. A stage of a pipeline, or a "
+    "part of a tensor-parallel model, is not known here.",
+    "values": "Call torch.manual_seed(0) before the model is built, load one checkpoint on every rank, or wrap it in "
+    "DistributedDataParallel, which copies rank 0's. Change weights and learning rates alike on every rank.",
+    "data": "Give every rank the whole data set: a rank takes its rows of each draw by itself.",
+    "call": "Run the same script on every rank, without calls that only some of them make.",
+    "draw": "Take and release batches in the same order on every rank.",
+    "steps taken": "Load the same state on every rank.",
+    "ledger": "Pass the ledger, and the name of the run, on every rank: the first one books for all.",
+}
+"""What to do where ranks disagree."""
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """The model out of its DistributedDataParallel; refuses other wrappers by name."""
+    for module in (model, *(model.modules() if isinstance(model, nn.Module) else ())):
+        for made in type(module).__mro__:
+            source, name, action = _REFUSED.get(made.__name__, ("?", "", ""))
+            if made.__module__.startswith(source):
+                raise ValueError(f"The model is in {made.__name__}. {name} is not known here. {action}")
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    assert isinstance(model, nn.Module)
+    return model
+
+
+class Ranks:
+    """The processes of a run, as one of them sees it. A process alone is one rank, and exchanges nothing.
+
+    Args:
+        model: out of its wrapper.
+        group: the process group; None for that of all processes, where there is one.
+    """
+
+    def __init__(self, model: nn.Module, group: Any = None) -> None:
+        self.rank, self.size, self.public = 0, 1, False
+        self._lost: str | None = None
+        self._shards: Shards | None = None
+        if not (distributed.is_available() and distributed.is_initialized()):
+            _require_no_launcher()
+            return
+        self._group = group if group is not None else distributed.group.WORLD
+        self.rank, self.size = distributed.get_rank(self._group), distributed.get_world_size(self._group)
+        if self.rank < 0:
+            raise ValueError("This process is not in the group of privatize(). Call it on the ranks of the group only.")
+        if any(map(is_sharded, model.parameters())):
+            self._shards = Shards(model, self._group)
+        _bypass(model, self)
+        if self.size == 1:
+            return
+        self.timeout = _timeout(self._group, next((p.device for p in model.parameters()), torch.device("cpu")))
+        members = None if group is None else distributed.get_process_group_ranks(group)
+        self._control = distributed.new_group(  # of a part of the ranks, only these make it
+            members, timeout=self.timeout, backend="gloo", use_local_synchronization=group is not None
+        )
+
+    # -- Who has which rows --------------------------------------------------------------------------------------------
+
+    def share(self, indices: Indices) -> Indices:
+        """This rank's rows of a draw."""
+        return indices[self.rank :: self.size]
+
+    def key(self, seed: int | None) -> Key:
+        """The run's key: rank 0's, on every rank."""
+        if self.size == 1:
+            return Key(seed)
+        with self.together("privatize", lambda: {"seed": seed if seed is None else Key(seed).derive("seed")}):
+            Key(seed)
+        return Key.shared(seed, self._handed_out)
+
+    def told(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with self._talking("What rank 0 has to say", "Nothing was released."):
+            distributed.broadcast_object_list(values, group=self._control, group_src=0)
+        return values[0]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the model is under `fully_shard`."""
+        return self._shards is not None
+
+    def _handed_out(self, secret: bytes) -> bytes:
+        numbers = torch.tensor(list(secret), dtype=torch.uint8, device="cpu")
+        with self._talking("The key of the run", "Nothing was released."):
+            distributed.broadcast(numbers, group=self._control, group_src=0)
+        return bytes(numbers.tolist())
+
+    # -- Failing together ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def together(self, call: str, terms: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+        """What is done within succeeds on all ranks or on none.
+
+        An error on one rank is raised on all; so is a difference in what they say of themselves at the end. No rank
+        leaves before all have come, or one is lost.
+
+        Args:
+            call: what the rank is doing.
+            terms: what all ranks must agree on, by name.
+        """
+        if self.size == 1:
+            yield
+            return
+        if self._lost is not None:
+            raise RuntimeError(self._lost)
+        try:
+            yield
+            said = {"call": call, **terms()}
+        except Exception as error:
+            if self._lost is None:
+                with suppress(RuntimeError):
+                    self._exchange(call, True, {"call": call}, f"{type(error).__name__}: {error}")
+            raise
+        answers = self._exchange(call, False, said, None)
+        if answers is not None:
+            raise RuntimeError(_difference(call, answers))
+
+    def _exchange(
+        self, call: str, failed: bool, said: Mapping[str, Any], error: str | None
+    ) -> list[tuple[Mapping[str, Any], str | None]] | None:
+        """What every rank has to say if one has failed or they disagree; else None."""
+        number = int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=8).digest()) >> 2
+        told = torch.tensor([failed, number, -number], device="cpu")
+        answers: list[Any] = [None] * self.size
+        with self._talking(f"{call}()", "Nothing was released."):
+            distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self._control)
+            highest_failed, highest, lowest = told.tolist()
+            if not highest_failed and highest == -lowest:
+                return None
+            distributed.all_gather_object(answers, (said, error), group=self._control)
+        return answers
+
+    @contextmanager
+    def _talking(self, what: str, outcome: str) -> Iterator[None]:
+        """Say it in words if a rank is lost; nothing can be exchanged afterwards."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or out_of_memory(error):
+                raise
+            self._lost = (
+                f"{what} could not be agreed on: another rank has ended, or did not come within {self.timeout}, the "
+                f"timeout of the process group. {outcome} The first error is in the output of another rank. Start all "
+                "ranks again, from what was saved last."
+            )
+            raise RuntimeError(self._lost) from error
+
+    # -- One reduction -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within, a sharded model is whole. All ranks must enter."""
+        if self._shards is None:
+            yield
+            return
+        try:
+            with self._talking("The parameters", "Nothing was released."):
+                self._shards.take()
+            yield
+        finally:
+            self._shards.give_back()
+
+    def total(self, sums: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums over all ranks: on each of them, or of a sharded parameter this rank's shard."""
+        if self.size == 1 and self._shards is None:
+            return sums
+        stored = {n: self.stored(p) for n, p in parameters.items()}
+        # In one order and one precision: a rank may have come to its sum another way than the others.
+        wide = {n: sums[n].to(torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()}
+        sharded = {n: t for n, t in wide.items() if is_sharded(stored[n])}
+        plain = {n: t for n, t in wide.items() if n not in sharded}
+        with self._talking("The sum of a step", "The step is charged, and nothing of it was applied."):
+            if self.size > 1:
+                for names in buckets(plain):
+                    plain.update(self._reduced([plain[n] for n in names], names))
+            if self._shards is not None:
+                plain.update(self._shards.scattered(sharded, stored))
+        return {n: plain[n] for n in parameters}
+
+    def _reduced(self, tensors: list[Tensor], names: list[str]) -> dict[str, Tensor]:
+        alone = len(tensors) == 1 and tensors[0].is_contiguous()
+        flat = tensors[0].view(-1) if alone else torch.cat([t.reshape(-1) for t in tensors])
+        distributed.all_reduce(flat, group=self._group)
+        parts = flat.split([t.numel() for t in tensors])
+        return {n: part.view(t.shape) for n, part, t in zip(names, parts, tensors, strict=True)}
+
+    def by_noise(
+        self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    ) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
+        """(Whose noise, the sums that get it): the same on every rank, or for this rank's shards its own."""
+        shards = self._shards is not None
+        own = {n: t for n, t in sums.items() if shards and is_sharded(self.stored(parameters[n]))}
+        yield None, {n: t for n, t in sums.items() if n not in own}
+        if own:
+            yield self.rank, own
+
+    def stored(self, p: Tensor) -> Any:
+        """The parameter as the optimizer has it."""
+        return p if self._shards is None else self._shards.stored(p)
+
+    def set_gradient(self, p: Tensor, mean: Tensor) -> None:
+        """Hand it to the optimizer."""
+        kept = self.stored(p)
+        kept.grad = gradient(kept, mean)
+
+    def give_back(self) -> None:
+        """Leave a sharded model in shards, where a forward was not followed by its step."""
+        if self._shards is not None:
+            self._shards.give_back()
+
+    def record_when(self, wanted: Callable[[], bool], compiled: bool) -> None:
+        """When a forward in somebody's own loop belongs to a private step; and whether parameters must keep their place
+        for a compiled one."""
+        if self._shards is not None:
+            self._shards.wanted, self._shards.keep = lambda: wanted() and not self.public, compiled
+
+    # -- What ranks must agree on --------------------------------------------------------------------------------------
+
+    def values(self, tensors: Sequence[Tensor], step: int = 0) -> int | None:
+        """A number that tells the values of tensors apart, to the bit: of all of them at steps 0, 1, 2, 4, …, of some
+        numbers of one in turn at others. Shards are no two ranks' own."""
+        if self.size == 1 or self._shards is not None:
+            return None
+        return digest(tensors if step & (step - 1) == 0 else [tensors[step % len(tensors)].flatten()[:GLANCED_AT]])
+
+    @contextmanager
+    def on_public_data(self) -> Iterator[None]:
+        """Wrappers do within what they do without a private run."""
+        before, self.public = self.public, True
+        self.give_back()
+        try:
+            yield
+        finally:
+            self.public = before
+
+
+def _timeout(group: Any, device: torch.device) -> timedelta:
+    try:
+        return group_timeout(group, device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"The process group has no backend for tensors on {device.type!r}, where the model is. Call "
+            "init_process_group() without a backend, or move the model before privatize()."
+        ) from error
+
+
+def _require_no_launcher() -> None:
+    told = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and told.isdecimal() and int(told) > 1:
+        raise RuntimeError(
+            f"privatize() was called in one of {told} processes that do not know of each other yet: each would train "
+            "alone, and print the full epsilon. Call torch.distributed.init_process_group() before it."
+        )
+
+
+def _bypass(model: nn.Module, ranks: Ranks) -> None:
+    """Let whatever wraps the model in DistributedDataParallel run it, and no more.
+
+    Its reducer would wait for gradients that never come, and a forward would broadcast buffers: also one that only this
+    rank runs, to look at the model.
+    """
+    own = set(model.modules())
+    for found in gc.get_objects():  # the model does not know of its wrapper
+        if issubclass(type(found), DistributedDataParallel) and getattr(found, "module", None) in own:
+            before = found.forward
+            found.forward = _Bypass(found, before.forward if isinstance(before, _Bypass) else before, ranks)
+
+
+class _Bypass:
+    """The forward of a wrapper: that of its model, as long as the private run is there."""
+
+    def __init__(self, wrapper: DistributedDataParallel, forward: Callable[..., Any], ranks: Ranks) -> None:
+        self._wrapper, self.forward, self._ranks = wrapper, forward, weakref.ref(ranks)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ranks = self._ranks()
+        return (self.forward if ranks is None or ranks.public else self._wrapper.module)(*args, **kwargs)
+
+
+def _difference(call: str, answers: list[tuple[Mapping[str, Any], str | None]]) -> str:
+    """In words: who failed, or in what ranks differ."""
+    failed = [(rank, said["call"], error) for rank, (said, error) in enumerate(answers) if error is not None]
+    if failed:
+        rank, where, error = failed[0]
+        more = f" {len(failed) - 1} more failed." if failed[1:] else ""
+        return f"Nothing was released: rank {rank} failed in {where}(), so no rank goes on.{more} Its error: {error}"
+    said = [terms for terms, _ in answers]
+    name = next(n for n in (*said[0], *said[-1]) if any(terms.get(n) != said[0].get(n) for terms in said))
+    rank = next(r for r, terms in enumerate(said) if terms.get(name) != said[0].get(name))
+    pair = _first_difference(said[0].get(name), said[rank].get(name))
+    shown = "" if any(isinstance(each, int) and abs(each) > 2**32 for each in pair) else ": {} and {}".format(*pair)
+    return f"Nothing was released: ranks 0 and {rank} disagree in {call}() about {name!r}{shown}. {_ADVICE[name]}"
+
+
+def _first_difference(a: Any, b: Any) -> tuple[Any, Any]:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return next(((x, y) for x, y in zip(a, b, strict=False) if x != y), (f"{len(a)} long", f"{len(b)} long"))
+    return a, b
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(tensors: Iterable[Tensor]) -> int:
+    """A number that tells values apart to the bit. Computed where they are, in whole numbers: in no order."""
+    sums: dict[torch.device, Tensor] = {}
+    with torch.no_grad():
+        for k, t in enumerate(tensors):
+            flat = torch.view_as_real(t) if t.is_complex() else t
+            words = flat.detach().reshape(-1).view(_WORDS[flat.element_size()])
+            for start in range(0, len(words), 1 << 24):
+                part = words[start : start + (1 << 24)].to(torch.int64)
+                places = torch.arange(start, start + len(part), device=t.device)
+                mixed = ((part + 0x9E3779B9) * (2 * places + 1 + 0x85EBCA6B * k)).sum()
+                sums[t.device] = sums.get(t.device, torch.zeros_like(mixed)) * 31 + mixed
+    return hash(tuple(int(each) for each in sums.values()))
+
+
+class Description(tuple[Any, ...]):
+    """What parameters a model has: names, shapes, types, and whether they are trained. Put into words once."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Description":
+        """Of a model."""
+        return cls((n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters())
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_text"):
+            self._text = super().__repr__()
+        return self._text
+
+
+def data_terms(dataset: Dataset[Any]) -> tuple[Any, ...]:
+    """What tells a data set from another one at a glance: its size and, of plain tensors, the first and last rows."""
+    size: int = len(dataset)  # type: ignore[arg-type]
+    ends = digest(t[rows] for t in dataset.tensors for rows in (slice(8), slice(-8, None))) if (
+        type(dataset) is TensorDataset
+    ) else None  # fmt: skip
+    return size, ends

@@ -1,0 +1,387 @@
+"""Training on several ranks: real `torchrun` processes against one process."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+import dpscale
+from dpscale.sharding import buckets
+
+from . import ranks
+from .ranks import CASES, COMPILED, LOST, ON, SHARDED
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 240
+"""After which a launch that hangs is ended."""
+
+
+def environment(**more):
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **more}
+
+
+def torchrun(world, folder, names):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    done = subprocess.run(
+        [*command, ranks.__file__, str(folder), *names], env=environment(), cwd=ROOT, timeout=SECONDS,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """The folder in which a launch has left what came of it. Two processes that run the tests share a launch."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def of(name, launch):
+        with FileLock(base / f"{name}.lock"):
+            if not (base / name).exists():
+                (part := base / f"{name}.part").mkdir()
+                try:
+                    launch(part)
+                except (AssertionError, subprocess.TimeoutExpired) as error:  # not again for every test
+                    (part / "failed").write_text(str(error))
+                part.rename(base / name)
+        failed = base / name / "failed"
+        assert not failed.exists(), failed.read_text()
+        return base / name
+
+    return of
+
+
+def read(folder, names, world):
+    return {n: [torch.load(folder / f"{n}-{rank}.pt", weights_only=False) for rank in range(world)] for n in names}
+
+
+@pytest.fixture(scope="module")
+def several(launched):
+    """What each case gives on so many ranks; one launch for all of them."""
+
+    @cache
+    def of(world):
+        return read(launched(f"{world} ranks", lambda folder: torchrun(world, folder, ON[world])), ON[world], world)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What each case gives in one process."""
+    found = {}
+
+    def of(name):
+        if name not in found:
+            found[name] = ranks.train((CASES | COMPILED)[name])
+        return found[name]
+
+    return of
+
+
+def same(one, found, steps):
+    """Whether several ranks did what one process did."""
+    for rank in found:
+        assert rank["steps"] == one["steps"] == steps
+        assert rank["epsilon"] == one["epsilon"]
+        assert torch.equal(rank["parameters"], found[0]["parameters"])
+        torch.testing.assert_close(rank["parameters"], one["parameters"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(rank["outputs"], one["outputs"], rtol=0, atol=1e-4)
+    for step, whole in enumerate(one["drawn"]):
+        assert [rank["drawn"][step] for rank in found] == [whole[r :: len(found)] for r in range(len(found))]
+
+
+@pytest.mark.parametrize(("name", "world"), [(n, w) for w in ON for n in ON[w] if n in CASES])
+def test_several_ranks_are_one_process(name, world, several, alone):
+    """Noise included, but for shards, which have noise of their own."""
+    same(alone(name), several(world)[name], CASES[name].steps)
+
+
+@pytest.mark.parametrize("name", ["empty", "empty-backward", "fsdp-empty-backward"])
+def test_trap_05_ranks_without_a_row_take_part(name, several, alone):
+    """Steps, noise and accounting are those of one process, wherever the rows of a draw are."""
+    found = several(4)[name]
+    shares = [[len(rank["drawn"][step]) for rank in found] for step in range(CASES[name].steps)]
+    assert any(min(step) == 0 < max(step) for step in shares)
+    assert name == "empty" or any(max(step) == 0 for step in shares)
+    same(alone(name), found, CASES[name].steps)
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp"])
+def test_trap_34_ranks_train_one_model(wrapper, several, alone):
+    """Not each its own: their weights are equal to the bit, their draws are parts of one, and ε is that of the run."""
+    name = {"plain": "long", "ddp": "long-ddp"}[wrapper]
+    same(alone(name), several(2)[name], 50)
+    assert alone(name)["epsilon"] > 0
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_steps_on_two_ranks(name, launched, alone):
+    folder = launched("compiled", lambda folder: torchrun(2, folder, COMPILED))
+    same(alone(name), read(folder, [name], 2)[name], COMPILED[name].steps)
+
+
+@pytest.mark.parametrize("name", ["long-ddp", "adam", "fsdp-long", "fsdp-shuffled"])
+def test_a_group_of_one_rank_is_one_process(name, tmp_path, alone):
+    one = alone(name)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        same(one, [ranks.train(CASES[name])], CASES[name].steps)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_parameters_and_state_stay_in_shards(name, several):
+    for rank in several(2)[name]:
+        if CASES[name].wrapper == "fsdp":
+            assert set(rank["shards"].values()) == {"DTensor"}
+        else:
+            assert "DTensor" in rank["shards"].values()
+    assert several(2)["fsdp-adam"][0]["state"] == {"DTensor"}
+
+
+# -- Noise -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(several):
+    return several(2)
+
+
+def fits(noise, scale=1.0):
+    """Whether noise has this standard deviation. False in 1 of 150,000 right ones (4.5 standard errors)."""
+    return abs(float((noise.double() / scale).square().mean()) - 1) < 4.5 * (2 / len(noise)) ** 0.5
+
+
+def test_every_shard_has_noise_of_its_own(two):
+    """60,000 numbers per shard and step: the error of their variance is 0.6%, that of 0.97σ and 1.03σ is 6%."""
+    stretches = [noise for rank in two["noise"] for noise in rank]
+    for noise in stretches:
+        assert fits(noise) and not fits(noise, 0.97) and not fits(noise, 1.03)
+    for a, first in enumerate(stretches):
+        for second in stretches[:a]:
+            n = min(len(first), len(second))
+            assert abs(float((first[:n] * second[:n]).mean())) < 4.5 / n**0.5
+            assert not (set(first.tolist()) & set(second.tolist())) or len(set(first[:n].tolist())) < n
+
+
+def test_the_key_is_rank_0s(two):
+    """From the operating system: the ranks have parts of the same draws, and the same noise."""
+    (first, key, parameters), (second, other_key, other_parameters) = two["key"]
+    assert key == other_key and torch.equal(parameters, other_parameters)
+    for a, b in zip(first, second, strict=True):
+        merged = sorted(a + b)
+        assert (a, b) == (merged[::2], merged[1::2])
+
+
+def test_a_run_on_two_ranks_is_saved_resumed_and_booked_once(two, launched):
+    """On both of them, or on one: the file is the same for any number."""
+    (first, charged), (second, _) = two["resumed"]
+    for (steps, epsilon, key, values, _), (*others, theirs, _) in zip(first, second, strict=True):
+        assert [steps, epsilon, key] == others and torch.equal(values, theirs)
+    assert [part[0] for part in first] == [3, 8] and charged == 8
+    assert first[0][2] != first[1][2], "after a resumption no noise comes again, with a seed too"
+    assert "Resumed: once" in first[1][4] and "run 'both'" in first[1][4]
+    model, case = ranks.mlp(seed=5), replace(ranks.Case(), momentum=dpscale.HeavyBall(gamma1=0.3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    folder = launched("2 ranks", lambda _: None)
+    copied = dpscale.Ledger(folder / "copied.db", epsilon=100, delta=1e-3)
+    alone = dpscale.privatize(model, optimizer, case.plan(), ledger=copied, run="both")
+    assert alone.load(folder / "run.ckpt") == {"epoch": 1}
+    assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), first[0][3])
+    assert alone.steps_taken == 3 and alone.epsilon(1e-3) == first[0][1]
+
+
+# -- Failing together ------------------------------------------------------------------------------------------------
+
+BOTH = {
+    "seed": "disagree in privatize() about 'seed'. Pass the same seed",
+    "saving in shards": "A model under fully_shard is in no single process. Save it and its optimizer with torch.dist",
+    "saving memories": "What PerSampleEMA remembers is divided among the ranks, and cannot be saved yet.",
+    "ledger on one": "disagree in privatize() about 'ledger': False and True. Pass the ledger, and the name of the run",
+    "plan": "disagree in privatize() about 'plan': Plan(scaling=Clip(C=0.5), sampling=Poisson(size=60, batch=12",
+    "values": "disagree in privatize() about 'values'. Call torch.manual_seed(0)",
+    "shape": "about 'parameters': ('0.weight', (6, 4), 'torch.float32', True) and ('0.weight', (7, 4)",
+    "dtype": "about 'parameters': ('0.weight', (6, 4), 'torch.float32', True) and ('0.weight', (6, 4), 'torch.float64'",
+    "frozen": "about 'parameters': ('0.weight', (6, 4), 'torch.float32', True) and ('0.weight', (6, 4),",
+    "optimizer": "disagree in privatize() about 'optimizer': {'lr': '0.05'",
+    "rows": "disagree in batches() about 'data'. Give every rank the whole data set",
+    "skipping": "disagree in step() about 'draw': 2 and 3. Take and release",
+    "drifting": "disagree in step() about 'values'.",
+    "drifting between": "disagree in step() about 'values'.",
+    "freezing": "disagree in step() about 'parameters': ('0.bias', (6,), 'torch.float32', True) and ('0.bias'",
+    "call": "about 'call': step and batches. Run the same script on every rank",
+    "fsdp1": "The model is in FullyShardedDataParallel. FSDP1 is not known here. Use torch.distributed.fsdp.",
+    "tensor parallel": "Parameter '0.weight' is distributed over DeviceMesh((2,)",
+    "replicas": "tensor parallelism, or replicas of shards",
+    "dimension": "as (Shard(dim=1),): tensor parallelism",
+    "precision": "A MixedPrecisionPolicy of fully_shard is not known here",
+    "offloaded": "CPUOffloadPolicy of fully_shard is not known here",
+    "teacher": "'loss_fn: teacher.0' has parameters in shards, so its forward waits for the other ranks",
+    "other group": "is divided over the ranks [0, 1], and the run has",
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_what_ranks_do_not_share_is_refused_on_all_of_them(name, two):
+    for text in two[name]:
+        assert BOTH[name] in text
+
+
+@pytest.mark.parametrize(("name", "steps"), [("drifting", 4), ("drifting between", 6), ("freezing", 2)])
+def test_nothing_is_released_after_ranks_part(name, steps, two):
+    """A weight that differs is seen at steps 2, 4, 8, … wherever it is, and in its turn between these."""
+    assert all(text.endswith(f"[after {steps} steps]") for text in two[name])
+
+
+ONE = {
+    "optimizer refused": (1, "privatize", "The 'optimizer' parameter of privatize must be over every trainable"),
+    "size": (1, "batches", "The 'dataset' parameter of batches must be of 60 samples, as planned. Got 59"),
+    "raising": (1, "step", "'a broken record'"),
+    "coupled": (1, "step", "Samples are coupled"),
+    "empty share": (0, "step", "division by zero"),
+}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_an_error_on_one_rank_is_one_on_all(name, two):
+    rank, call, error = ONE[name]
+    own, other = two[name][rank], two[name][1 - rank]
+    assert error in own and "no rank goes on" not in own
+    assert f"Nothing was released: rank {rank} failed in {call}(), so no rank goes on. Its error: " in other
+    assert error in other
+
+
+def test_what_failed_on_one_rank_was_released_on_none(two):
+    assert all(text.rstrip('"').endswith("[after 2 steps]") for text in two["raising"])
+    assert two["empty share"][1].endswith("[0 rows]")
+
+
+def test_a_draw_that_failed_can_be_tried_again(two):
+    first, second = two["going on"]
+    assert (first[0], second[0]) == (["RuntimeError"], ["ZeroDivisionError"])
+    assert torch.equal(first[1], second[1])
+    torch.testing.assert_close(first[1], ranks.train(ranks.Case())["parameters"], rtol=0, atol=1e-5)
+
+
+def test_a_group_of_ones_own(two):
+    assert two["stranger"][1].startswith("ValueError: This process is not in the group of privatize().")
+    alone, other = two["group of one"]
+    assert alone != other and min(alone + other) > 3  # whole draws, each its own
+
+
+def test_a_forward_in_a_wrapper_needs_no_other_rank(two):
+    for parameters in two["buffers"]:
+        torch.testing.assert_close(parameters, ranks.buffers(0), rtol=0, atol=1e-5)
+
+
+def test_a_rank_may_come_to_its_sum_another_way(two):
+    for parameters in two["another way"]:
+        torch.testing.assert_close(parameters, ranks.train(ranks.Case())["parameters"], rtol=0, atol=1e-5)
+
+
+def test_a_large_sum_is_reduced_in_parts(two):
+    expected = ranks.train(ranks.Case(noise=False))["parameters"]
+    for rank in two["buckets"]:
+        for parameters in rank:
+            torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 10, 30, 1000])
+def test_buckets_hold_every_tensor_once_and_in_order(size):
+    tensors = {str(k): torch.zeros(n, dtype=d) for k, (n, d) in enumerate(zip(
+        [3, 40, 0, 7, 9, 12, 1], [torch.float32, torch.float64] * 3 + [torch.float32], strict=True))}  # fmt: skip
+    found = list(buckets(tensors, size))
+    for dtype in (torch.float32, torch.float64):
+        of_one = [n for names in found for n in names if tensors[n].dtype == dtype]
+        assert of_one == [n for n, t in tensors.items() if t.dtype == dtype]
+    for names in found:
+        assert len({tensors[n].dtype for n in names}) == 1
+        assert len(names) == 1 or sum(tensors[n].numel() for n in names) <= size
+
+
+def test_what_a_reduction_was_tried_for_is_charged(monkeypatch):
+    """Another rank may have the sum, though this one has not."""
+    run = ranks.private()
+    before = [p.detach().clone() for p in run.model.parameters()]
+    monkeypatch.setattr(run._ranks, "total", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.step(next(batches := run.batches(ranks.data())), ranks.loss_fn)
+    assert run.steps_taken == 1 and run.epsilon(1e-3) > 0 and len(batches) == 7
+    assert all(torch.equal(p, was) and p.grad is None for p, was in zip(run.model.parameters(), before, strict=True))
+
+
+def test_a_second_run_on_one_model(two):
+    expected = ranks.twice(0)[0]
+    for rank in two["twice"]:
+        for parameters in rank:
+            torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-5)
+
+
+def test_a_loop_that_is_left_leaves_shards(two):
+    assert two["left"] == [({"Parameter"}, {"DTensor"})] * 2
+
+
+def test_public_data_are_averaged_over_ranks(two):
+    expected = ranks.public(0, ranks=1)[0]
+    for rank in two["public"]:
+        for parameters in rank:
+            torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("made", "source", "text"),
+    [
+        ("DeepSpeedEngine", "deepspeed.runtime.engine", "DeepSpeed is not known here. Pass the plain model"),
+        ("PipelineModule", "deepspeed.runtime.pipe.module", "Pipeline parallelism is not known here. Give every rank"),
+        ("_PipelineStageBase", "torch.distributed.pipelining.stage", "Pipeline parallelism is not known here"),
+        ("DataParallel", "torch.nn.parallel.data_parallel", "DataParallel is not known here. Pass its .module"),
+    ],
+)
+def test_other_wrappers_are_refused_by_name(made, source, text):
+    wrapper = type(made, (torch.nn.Sequential,), {"__module__": source})(ranks.mlp())
+    with pytest.raises(ValueError, match=f"The model is in {made}. {text}"):
+        ranks.private(wrapper)
+
+
+# -- Ranks that are lost ---------------------------------------------------------------------------------------------
+
+
+def lose(folder):
+    """Lose a rank in every way at once. Launched without torchrun, which would end the others itself."""
+    processes = []
+    for how, patience in LOST.items():
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            told = {"MASTER_PORT": str(found.getsockname()[1]), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+        command = [sys.executable, ranks.__file__, str(folder), how]
+        for rank in range(2):
+            told |= {"RANK": str(rank), "PATIENCE": str(patience)}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment(**told), stderr=subprocess.DEVNULL))
+    try:
+        for survivor in processes[::2]:
+            survivor.wait(SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_a_rank_that_is_lost_is_noticed(how, launched):
+    """A death long before the timeout of 600 seconds, a rank that stalls when it is over."""
+    text = torch.load(launched("lost", lose) / f"{how}-0.pt")
+    assert text.startswith("RuntimeError: step() could not be agreed on: another rank has ended, or did not come")
+    assert f"within {timedelta(seconds=LOST[how])}, the timeout of the process group. Nothing was released." in text
+    assert text.endswith("[after 2 steps]")
