@@ -8,6 +8,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +58,21 @@ def test_poisson_agrees_with_the_library_s_own_accountant():
         assert cost(sampling, sigma, steps) == pytest.approx(theirs.get_epsilon(1e-5), rel=2e-4)
         ours = accounting.delta(sampling.event(sigma, steps), epsilon=0.5, adjacency="add-remove")
         assert ours == pytest.approx(theirs.get_delta(0.5), rel=1e-3, abs=2e-10)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.4, 0.9, 3.0, 50.0])
+@pytest.mark.parametrize("rate", [1e-6, 1e-3, 0.3, 0.9, 0.999999])
+def test_the_curves_of_a_poisson_sampled_step_are_the_library_s(sigma, rate):
+    least, most = privacy_curves._range(privacy_curves.Part("poisson", sigma, rate))
+    for curve, adjacency, ends in (
+        (privacy_curves._removed, AdjacencyType.REMOVE, (least, most)),
+        (privacy_curves._added, AdjacencyType.ADD, (-most, -least)),
+    ):
+        library = GaussianPrivacyLoss(sigma, sampling_prob=rate, adjacency_type=adjacency)
+        eps = np.linspace(ends[0] - 0.01, ends[1] + 0.01, 1001)
+        with np.errstate(all="ignore"):
+            found = curve(eps, sigma, rate)
+        assert found == pytest.approx(np.asarray(library.get_delta_for_epsilon(eps)), rel=0, abs=3e-15)
 
 
 def test_trap_06_sampling_without_replacement_costs_what_it_costs():
