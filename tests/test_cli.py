@@ -41,6 +41,7 @@ def test_any_value_of_a_preset_can_be_set(monkeypatch):
         "",
         *("train", "compare", "report", "calibrate", "epsilon", "features", "reproduce"),
         *(f"reproduce {name}" for name in ("table1", "table2", "figures", "all", "theory")),
+        *("ledger", *(f"ledger {name}" for name in ("create", "show", "export"))),
     ],
 )
 def test_every_help_shows_an_example(command):

@@ -19,13 +19,13 @@ import torch
 from typer.testing import CliRunner
 
 from dpscale import cli
+from dpscale.files import replacing
 from dpscale.lab import runner
 from dpscale.lab.data import Data
 from dpscale.lab.datasets import folder, stored
 from dpscale.lab.datasets.folder import VARIABLE, DiskFull, Progress, checksum, data_folder
 from dpscale.lab.encoders import ENCODERS, Encoder, encoder, export, features, registry, resnet, simclr, tfjs, weights
 from dpscale.lab.encoders.features import extract, prepare
-from dpscale.lab.files import replacing
 
 from .helpers import refuse
 

@@ -17,11 +17,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from dpscale import cli
+from dpscale.files import replacing
 from dpscale.lab.data import load
 from dpscale.lab.datasets import folder, obtaining, stored
 from dpscale.lab.datasets.catalogue import CATALOGUE
 from dpscale.lab.datasets.folder import DataError, NotReadable, NotWritable, locked, room, staged
-from dpscale.lab.files import replacing
 
 fcntl = pytest.importorskip("fcntl")
 

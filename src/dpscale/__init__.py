@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from dpscale.engine import ScaledSum as ScaledSum
     from dpscale.engine import UnsupportedModel as UnsupportedModel
     from dpscale.engine import scaled_sum as scaled_sum
+    from dpscale.ledger import BudgetExhausted as BudgetExhausted
+    from dpscale.ledger import Ledger as Ledger
+    from dpscale.ledger import LedgerError as LedgerError
     from dpscale.model_check import CheckReport as CheckReport
     from dpscale.model_check import check as check
     from dpscale.model_fix import fix as fix
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from dpscale.scaling import PSASC as PSASC
     from dpscale.scaling import AutoS as AutoS
     from dpscale.scaling import Clip as Clip
-    from dpscale.training import BudgetExhausted as BudgetExhausted
     from dpscale.training import Private as Private
     from dpscale.training import StepReport as StepReport
     from dpscale.training import privatize as privatize
@@ -37,13 +39,14 @@ else:
         {
             "batches": "Batch",
             "engine": "ScaledSum UnsupportedModel scaled_sum",
+            "ledger": "BudgetExhausted Ledger LedgerError",
             "model_check": "CheckReport check",
             "model_fix": "fix",
             "momentum": "DiSK HeavyBall InnerOuter PerSampleEMA over_views views",
             "plan": "Plan",
             "sampling": "FixedSize FullBatch Poisson Shuffled",
             "scaling": "PSAC PSASC AutoS Clip",
-            "training": "BudgetExhausted Private StepReport privatize",
+            "training": "Private StepReport privatize",
         },
     )
 

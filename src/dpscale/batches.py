@@ -140,9 +140,10 @@ class Padding:
         self._copies = self._decided = False
 
     @property
-    def varies(self) -> bool:
-        """Whether there is more than one size."""
-        return len(self.sizes.rows) > 1
+    def usual(self) -> int:
+        """The size in the middle, where there is more than one; otherwise 0."""
+        sizes = self.sizes.rows
+        return sizes[len(sizes) // 2] if len(sizes) > 1 else 0
 
     def __call__(self, data: Any, count: int, rows: int, summed: Callable[[Any, Tensor], ScaledSum]) -> ScaledSum:
         """What ``summed(data, mask)`` gives for ``count`` rows padded to ``rows``, without what it says of padding."""

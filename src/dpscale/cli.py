@@ -1,4 +1,4 @@
-"""The command line: train, compare, calibrate, epsilon, report, reproduce, data, features.
+"""The command line: train, compare, calibrate, epsilon, ledger, report, reproduce, data, features.
 
 Results go to stdout and everything else to stderr; ``--json`` makes stdout one JSON document. Bad input is one line
 and exit code 2. A command imports what it needs when it is run: ``--help``, `calibrate` and `epsilon` load no torch.
@@ -20,6 +20,7 @@ from dpscale.lab import commands
 from dpscale.lab.commands import Json
 from dpscale.lab.datasets.commands import data
 from dpscale.lab.feature_command import features
+from dpscale.lab.ledgers import ledger
 
 if TYPE_CHECKING:
     from dpscale.plan import Plan
@@ -159,6 +160,7 @@ app.command()(commands.compare)
 app.command()(commands.report)
 app.add_typer(commands.reproduce, name="reproduce")
 app.add_typer(data, name="data")
+app.add_typer(ledger, name="ledger")
 app.command()(features)
 
 

@@ -48,6 +48,8 @@ class MomentumState:
         outer: (a, b) of the average of the noisy sums, M = a·M + b·g.
     """
 
+    entries: ClassVar[tuple[str, ...]] = ("average",)  # of what `saved` gives
+
     def __init__(self, parameters: Weights, outer: tuple[float, float] = (0.0, 1.0)) -> None:
         self._now = parameters
         self._known = _identities(parameters)
@@ -79,6 +81,25 @@ class MomentumState:
 
     def allocate(self, samples: int) -> None:
         """Make room for what is kept for each sample, where anything is."""
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint holds: numbers, and tensors by the names of the parameters. Not copied."""
+        return {"average": dict(self._average)}
+
+    def fits(self, saved: Mapping[str, Any], samples: int) -> bool:
+        """Whether `restore` can go on from it: the same names, and tensors of the parameters' shapes."""
+        shapes = {n: p.shape for n, p in self._now.items()}
+        tables = [saved.get("average"), saved.get("last", {}), *saved.get("places", ())]
+        memory, room = saved.get("memory"), (samples, sum(p.numel() for p in self._now.values()))
+        return (
+            set(saved) == set(self.entries)
+            and all(isinstance(t, Mapping) and {n: v.shape for n, v in t.items()} in (shapes, {}) for t in tables)
+            and (memory is None or tuple(memory.shape) == room)
+        )
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `saved` gave, once there is room for it."""
+        self._average = {n: t.to(self._now[n].device, copy=True) for n, t in saved["average"].items()}
 
     def remember(self, grads: Mapping[str, Tensor], rows: slice, keep_B: Tensor) -> dict[str, Tensor]:
         """Per-sample vectors in place of the gradients of the samples ``rows``, for a momentum with ``per_sample``."""
@@ -293,6 +314,8 @@ class _Ring(MomentumState):
     ``coefficient(age, step)`` is that of the weights of ``age`` steps ago.
     """
 
+    entries = ("average", "step", "places")
+
     def __init__(
         self, parameters: Weights, places: int, coefficient: Callable[[int, int], float], *, normalize: bool = False,
         outer: tuple[float, float] = (0.0, 1.0),
@@ -317,9 +340,22 @@ class _Ring(MomentumState):
         self._step += 1
         super().release(sums)
 
+    def saved(self) -> dict[str, Any]:
+        """The past weights too, and whose turn it is."""
+        return {**super().saved(), "step": self._step, "places": [dict(place) for place in self._places]}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """In the places that are there."""
+        super().restore(saved)
+        self._step = saved["step"]
+        for source, target in zip(saved["places"], self._places, strict=True):
+            _copy(source, target)
+
 
 class _Ahead(MomentumState):
     """The present weights, and where they would be some way on along their last move."""
+
+    entries = ("average", "last")
 
     def __init__(self, parameters: Weights, way: float, coefficient: float, outer: tuple[float, float]) -> None:
         super().__init__(parameters, outer)
@@ -338,9 +374,20 @@ class _Ahead(MomentumState):
         _copy(self._now, self._last)
         super().release(sums)
 
+    def saved(self) -> dict[str, Any]:
+        """The last weights too."""
+        return {**super().saved(), "last": dict(self._last)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """In the place that is there."""
+        super().restore(saved)
+        _copy(saved["last"], self._last)
+
 
 class _Averages(MomentumState):
     """Every sample's average, (N, d): made at the first step, when N is known."""
+
+    entries = ("average", "started", "memory")
 
     def __init__(self, parameters: Weights, gamma: float, directory: str | None) -> None:
         super().__init__(parameters)
@@ -391,6 +438,18 @@ class _Averages(MomentumState):
         self._waiting.clear()
         self._started = True
 
+    def saved(self) -> dict[str, Any]:
+        """Every sample's average, as it is: not private."""
+        assert self._memory is not None
+        return {**super().saved(), "started": self._started, "memory": self._memory}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Into the room that was made for it."""
+        assert self._memory is not None
+        super().restore(saved)
+        self._started = saved["started"]
+        self._memory.copy_(saved["memory"])
+
 
 def _identities(parameters: Weights) -> dict[str, tuple[torch.Size, torch.dtype, torch.device, int]]:
     return {n: (p.shape, p.dtype, p.device, id(p)) for n, p in parameters.items()}
@@ -398,7 +457,7 @@ def _identities(parameters: Weights) -> dict[str, tuple[torch.Size, torch.dtype,
 
 def _copy(source: Weights, target: Weights) -> None:
     with torch.no_grad():
-        foreach_copy_([target[n] for n in source], [p.detach() for p in source.values()])
+        foreach_copy_([target[n] for n in source], [p.detach().to(target[n].device) for n, p in source.items()])
 
 
 def _require_share(owner: Any, name: str, value: float, action: str = "1 stands for no memory.") -> None:

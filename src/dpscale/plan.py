@@ -7,6 +7,7 @@ statement is written by it. None of them keeps a number of its own, so none can 
 import dataclasses
 import math
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -246,6 +247,23 @@ class Plan:
         plain["steps"] = None if self.steps is None else int(self.steps)
         return plain
 
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> "Plan":
+        """The plan that `to_dict` has made plain.
+
+        Example:
+            >>> from dpscale.sampling import Poisson
+            >>> from dpscale.scaling import Clip
+            >>> plan = Plan(scaling=Clip(C=1.0), sampling=Poisson(size=100, batch=10), steps=3, noise_multiplier=1.0)
+            >>> Plan.from_dict(plan.to_dict()) == plan
+            True
+        """
+        from dpscale.momentum import MOMENTA
+
+        known = {**plain, "scaling": built(plain["scaling"], RULES), "sampling": built(plain["sampling"], SAMPLERS)}
+        known["momentum"] = None if plain["momentum"] is None else built(plain["momentum"], MOMENTA)
+        return Plan(**(known | ({} if known["epochs"] is None else {"steps": None})))
+
     def _epsilon(self, delta: float, steps: int | None, accountant: Accountant) -> float:
         from dpscale import accounting
 
@@ -296,3 +314,25 @@ def _named(value: "Scaling | Sampling | Momentum", registry: dict[str, Any]) -> 
     # Strict JSON has no infinity; Clip(C=inf) is the only one that can occur.
     fields = {name: "inf" if field == math.inf else field for name, field in fields.items()}
     return {"name": names.get(type(value), type(value).__name__), **fields}
+
+
+def built(plain: Mapping[str, Any], registry: Mapping[str, Any]) -> Any:
+    """The rule, sampler or momentum that `Plan.to_dict` has made plain; refuses one that is not registered."""
+    fields = {field: math.inf if value == "inf" else value for field, value in plain.items() if field != "name"}
+    name = plain["name"]
+    require(name in registry, "Plan.from_dict", "name", f"one of {', '.join(registry)}", name)
+    return registry[name](**fields)
+
+
+_NOT_COMPARED = {"epochs", "momentum.directory"}
+"""What two plans may differ in: ``steps`` says what ``epochs`` came to, and where a memory is kept changes nothing."""
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """What differs between two plans, as `Plan.to_dict` gave them, in words."""
+    for name in dict.fromkeys([*before, *now]):
+        path, one, other = f"{prefix}{name}", before.get(name), now.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from differences(one, other, f"{path}.")
+        elif one != other and path not in _NOT_COMPARED:
+            yield f"{path} was {one!r} and is {other!r}"

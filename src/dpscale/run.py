@@ -1,12 +1,20 @@
-"""RunState: what a private run has done so far, and which of its draws are outstanding."""
+"""RunState: what a private run has done so far, which draws are outstanding, and what a checkpoint holds of it."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakSet
 
+import torch
+from torch import Tensor
+
 from dpscale.momentum import MomentumState
+from dpscale.plan import Plan, differences
 from dpscale.sampling import Draw, Indices
+
+VERSION = 1
+"""Of the states that `RunState.saved` gives."""
 
 
 @dataclass(eq=False)
@@ -21,8 +29,12 @@ class RunState:
         last_released: the highest number that was released. A new loop goes on after it.
         outstanding: draws that were handed out and neither released nor dropped, by number.
         momentum: what the momentum remembers; None before the first step.
-        stream: number of the random stream that draws come from. A resumed run must take a new one.
         loop: number of the loop over batches that goes on.
+        resumed: how often the run was resumed from a checkpoint.
+        lost: steps that a ledger has charged to this run beyond those of the checkpoint that it goes on from.
+        released_here: draws that were released since the run was made or resumed.
+        order: of the shuffled epoch that was under way when the run was resumed, and the number of that epoch.
+        held: what a checkpoint holds of the momentum, until the first step after it.
     """
 
     steps_taken: int = 0
@@ -30,8 +42,12 @@ class RunState:
     last_released: int = 0
     outstanding: dict[int, Draw] = field(default_factory=dict)
     momentum: MomentumState | None = None
-    stream: int = 0
     loop: int = 0
+    resumed: int = 0
+    lost: int = 0
+    released_here: int = 0
+    order: tuple[int, Indices] | None = None
+    held: Mapping[str, Any] | None = None
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # batches may be drawn by a thread
     _made: WeakSet[Draw] = field(default_factory=WeakSet, repr=False)  # to say what became of a draw, for errors
     _released: WeakSet[Draw] = field(default_factory=WeakSet, repr=False)
@@ -56,14 +72,44 @@ class RunState:
         del self.outstanding[draw.number]
         self._released.add(draw)
         self.steps_taken += 1
+        self.released_here += 1
         self.last_released = max(self.last_released, draw.number)
 
     def charged(self, independent: bool, draw: Draw | None = None) -> int:
-        """Steps to account for, if ``draw`` is released too. Where draws are not independent (a shuffled epoch), those
-        that were left out count as well."""
+        """Steps to account for, if ``draw`` is released too, lost ones included."""
+        return self.lost + self.position(independent, draw)
+
+    def position(self, independent: bool, draw: Draw | None = None) -> int:
+        """The step that the run is at, after ``draw`` if that is released too. Where draws are not independent (a
+        shuffled epoch), those that were left out count as well."""
         if independent:
             return self.steps_taken + (draw is not None)
         return self.last_released if draw is None else max(self.last_released, draw.number)
+
+    def saved(self, plan: Plan, parameters: Mapping[str, Tensor], order: Indices | None) -> dict[str, Any]:
+        """What a run needs to go on: plain values and tensors, which are not copied. No key of any random stream.
+
+        Args:
+            plan: the one that the run is under.
+            parameters: the trainable ones.
+            order: of the shuffled epoch that is under way.
+        """
+        momentum = self.held if self.momentum is None else self.momentum.saved()
+        return {
+            "version": VERSION, "plan": plan.to_dict(), "parameters": _described(parameters),
+            "steps_taken": self.steps_taken, "last_released": self.last_released, "lost": self.lost,
+            "resumed": self.resumed, "order": None if order is None else torch.from_numpy(order),
+            "momentum": momentum,
+        }  # fmt: skip
+
+    def restore(self, saved: Mapping[str, Any], plan: Plan, lost: int) -> None:
+        """Go on from a state that `refusals` has nothing against. Draws that are outstanding are dropped."""
+        self.steps_taken, self.last_released = saved["steps_taken"], saved["last_released"]
+        self.resumed, self.lost, self.released_here = saved["resumed"] + 1, lost, 0
+        self.momentum, self.held = None, saved["momentum"]
+        order, epoch = saved["order"], self.last_released // plan.sampling.steps(1)
+        self.order = None if order is None else (epoch, order.cpu().numpy().copy())
+        self.start_loop()
 
     def check_outstanding(self, draw: Draw) -> Draw:
         """Refuse a draw that was released or dropped, or that this run did not make."""
@@ -121,3 +167,53 @@ def _names(numbers: Iterable[int]) -> str:
     if len(most) > 8:
         most = [*most[:3], "…"]
     return f"draws {', '.join(most)} and {last}" if most else f"draw {last}"
+
+
+_COUNTS = ("steps_taken", "last_released", "lost", "resumed")
+
+
+def refusals(saved: Mapping[str, Any], plan: Plan, parameters: Mapping[str, Tensor], run: str | None) -> Iterator[str]:
+    """What is against going on from a saved state under this plan, on these parameters, booked as ``run``."""
+    if not isinstance(saved, Mapping) or "version" not in saved:
+        yield "it is no state of a private run"
+        return
+    if saved["version"] != VERSION:
+        yield f"its format has version {saved['version']!r}, and this release reads version {VERSION}"
+        return
+    names = {"version", "plan", "parameters", *_COUNTS, "order", "momentum", "run"}
+    if set(saved) != names or not all(isinstance(saved[n], int) and saved[n] >= 0 for n in _COUNTS):
+        yield f"its entries are not those of a private run ({', '.join(sorted(set(saved) ^ names)) or 'counts'})"
+        return
+    if saved["run"] not in (None, run):
+        name = saved["run"]
+        yield f"it is booked in a ledger as run {name!r}: pass that ledger, and run={name!r}, to privatize()"
+    other = [*differences(saved["plan"], plan.to_dict())]
+    if other:
+        yield f"its plan is another: {'; '.join(other)}. Plan.from_dict(state['plan']) is the one that it has"
+    before, now = saved["parameters"], _described(parameters)
+    changed = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
+    if changed:
+        words = [f"{n} was {_words(before.get(n))} and is {_words(now.get(n))}" for n in changed[:3]]
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        yield f"its model is another: {'; '.join(words)}{more}"
+    if not other and not changed:
+        yield from _damaged(saved, plan, parameters)
+
+
+def _damaged(saved: Mapping[str, Any], plan: Plan, parameters: Mapping[str, Tensor]) -> Iterator[str]:
+    """Whether the tensors of a state are those that its plan and its model need."""
+    steps, order, momentum = saved["steps_taken"], saved["order"], saved["momentum"]
+    underway = not plan.sampling.independent and saved["last_released"] % plan.sampling.steps(1)
+    if underway and (order is None or sorted(order.tolist()) != list(range(plan.sampling.size))):
+        yield "the order of its shuffled epoch is missing or damaged"
+    fresh = MomentumState(parameters) if plan.momentum is None else plan.momentum.start(parameters)
+    if (momentum is None) != (steps == 0) or (momentum is not None and not fresh.fits(momentum, plan.sampling.size)):
+        yield "what its momentum remembers is missing or damaged"
+
+
+def _described(parameters: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    return {n: [list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in parameters.items()}
+
+
+def _words(described: list[Any] | None) -> str:
+    return "absent" if described is None else f"{described[1]} {described[0]}"

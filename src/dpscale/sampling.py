@@ -139,19 +139,31 @@ class Sampling(ABC):
             return dp_accounting.NoOpDpEvent()
         return self._compose(dp_accounting.GaussianDpEvent(noise_multiplier / self.sensitivity_factor), steps)
 
-    def draws(self, rng: np.random.Generator, *, start: int = 0) -> Iterator[Indices]:
+    def draws(self, rng: np.random.Generator, *, start: int = 0, order: Indices | None = None) -> Iterator[Indices]:
         """The indices of step ``start``, ``start + 1``, … without end.
 
         One key is taken from ``rng``; every step (every epoch, for `Shuffled`) has its own generator under that
-        key. So a run is resumed at step k by the same seed and ``start=k``, with no other state to save. The
-        amplification claimed for a sampler needs the draws to be secret: seed ``rng`` from the system
-        (``numpy.random.default_rng()``) unless the run is only an experiment.
+        key. So draws go on at step k by the same ``rng`` and ``start=k``. The amplification claimed for a sampler needs
+        the draws to be secret: seed ``rng`` from the system (``numpy.random.default_rng()``) unless the run is only an
+        experiment.
+
+        Args:
+            rng: the source of the key.
+            start: number of the first step.
+            order: what `order` gave for the epoch of step ``start``, to go on in an epoch that another key began.
         """
         require_count(f"{type(self).__name__}.draws", "start", start, least=0)
-        key: tuple[int, ...] = tuple(rng.integers(0, 2**32, size=8, dtype=np.uint32).tolist())
-        return self._draws(key, start)
+        return self._draws(_key(rng), start, order)
 
-    def _draws(self, key: tuple[int, ...], start: int) -> Iterator[Indices]:
+    def order(self, rng: np.random.Generator, step: int) -> Indices | None:
+        """What a step that comes has in common with the one before it: the order of a shuffled epoch.
+
+        None where nothing is: for independent draws, and between epochs. It is no secret, as no amplification is
+        claimed where there is one.
+        """
+        return None
+
+    def _draws(self, key: tuple[int, ...], start: int, order: Indices | None) -> Iterator[Indices]:
         return (self._draw(_generator(key, step)) for step in count(start))
 
     def _draw(self, rng: np.random.Generator) -> Indices:
@@ -275,13 +287,21 @@ class Shuffled(Sampling):
         """ceil(epochs · steps_per_epoch), in exact arithmetic."""
         return math.ceil(_fraction("Shuffled", epochs) * self.steps_per_epoch)
 
-    def _draws(self, key: tuple[int, ...], start: int) -> Iterator[Indices]:
+    def order(self, rng: np.random.Generator, step: int) -> Indices | None:
+        """The whole order of the epoch of ``step``, if that epoch has begun before it."""
+        epoch, first = divmod(step, self.steps_per_epoch)
+        return self._order(_key(rng), epoch) if first else None
+
+    def _order(self, key: tuple[int, ...], epoch: int) -> Indices:
+        return _generator(key, epoch).permutation(self.size)
+
+    def _draws(self, key: tuple[int, ...], start: int, order: Indices | None) -> Iterator[Indices]:
         epoch, first = divmod(start, self.steps_per_epoch)
         while True:
-            order = _generator(key, epoch).permutation(self.size)
+            order = self._order(key, epoch) if order is None else order
             for step in range(first, self.steps_per_epoch):
                 yield order[step * self.batch : (step + 1) * self.batch]
-            epoch, first = epoch + 1, 0
+            epoch, first, order = epoch + 1, 0, None
 
     def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
         import dp_accounting
@@ -293,6 +313,10 @@ def _fraction(owner: str, epochs: float) -> Fraction:
     # Through the decimal text, so that 0.1 epochs means 1/10 and not the binary float a little above it.
     require_positive(f"{owner}.steps", "epochs", epochs, action="Pass the number of passes over the data.")
     return Fraction(epochs) if isinstance(epochs, int) else Fraction(repr(float(epochs)))
+
+
+def _key(rng: np.random.Generator) -> tuple[int, ...]:
+    return tuple(rng.integers(0, 2**32, size=8, dtype=np.uint32).tolist())
 
 
 def _generator(key: tuple[int, ...], index: int) -> np.random.Generator:

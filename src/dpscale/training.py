@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -13,26 +14,25 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from dpscale import checkpoint
 from dpscale.batches import Batch, Batches, Padding, device_of, fetched, part_of, rows_of
+from dpscale.booking import Booking, open_run
 from dpscale.checks import complaint, out_of_memory, require, require_count
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
-from dpscale.engine.compat import foreach_add_, foreach_div_
+from dpscale.engine.compat import foreach_add_, foreach_div_, tree_map
 from dpscale.engine.modules import Structure, structure
 from dpscale.guard import Guard, wrapped
+from dpscale.ledger import BudgetExhausted, Ledger
 from dpscale.momentum import MomentumState
 from dpscale.noise import Key, Noise
 from dpscale.plan import Plan
-from dpscale.run import RunState
-from dpscale.sampling import Draw
+from dpscale.run import RunState, refusals
+from dpscale.sampling import Draw, Indices
 from dpscale.shapes import Sizes
 
 log = logging.getLogger("dpscale")
 
 Parameters = Mapping[str, Tensor]
-
-
-class BudgetExhausted(RuntimeError):
-    """Every planned step is used up; nothing was released."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,10 +74,11 @@ class Private:
     ) -> None:  # fmt: skip
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._state = RunState()
+        self._booking: Booking | None = None
         self._key = Key(seed)
         self._noise = Noise(self._key)
         self._padding = Padding(Sizes.of(plan.sampling, micro_batch)) if compile else None
-        self._engine = Engine(model, compile=compile, any_size=self._padding is not None and self._padding.varies)
+        self._engine = Engine(model, compile=compile, any_size=self._padding.usual if self._padding else 0)
         self._guard = Guard(optimizer, self)
         self._micro_batch = micro_batch
         self._dataset: Any = None  # whose samples have a place that must stay
@@ -129,7 +130,8 @@ class Private:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "A private run cannot be copied or pickled: two of them would add the same noise to different gradients, "
-            "and each would account for its own steps alone. Copy or save the model, as model.state_dict()."
+            "and each would account for its own steps alone. To go on later, private.save(path); to copy the model, "
+            "model.state_dict()."
         )
 
     def __repr__(self) -> str:
@@ -142,7 +144,154 @@ class Private:
 
     def statement(self, delta: float | None = None) -> str:
         """What to tell a reviewer about what was released so far, whether or not the plan was carried out."""
-        return self._plan.statement(delta=delta, steps=self._charged)
+        return "\n".join([self._plan.statement(delta=delta, steps=self._charged), *self._history()])
+
+    def _history(self) -> Iterator[str]:
+        """What a statement says of resumptions, and of the ledger."""
+        times, booking = self._state.resumed, self._booking
+        if times:
+            lost = "are counted too" if booking else "are not counted, as nobody may have seen their weights"
+            yield (
+                f"Resumed: {'once' if times == 1 else f'{times} times'}, with fresh randomness. Steps that were taken "
+                f"after a save, and lost with their process, {lost}."
+            )
+        if booking:
+            spent = booking.ledger.spent()
+            yield (
+                f"Ledger: run {booking.name!r} of {booking.ledger.path}. {self._state.lost} steps count in vain; "
+                f"{booking.crashed} were charged to it after a crash. All runs together have spent epsilon = "
+                f"{spent.epsilon:.4g} of {booking.ledger.epsilon:g} at delta {booking.ledger.delta:g} "
+                f"({spent.adjacency}; {spent.how})."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run needs to go on, apart from model and optimizer: plain values and copies of tensors.
+
+        ``torch.save`` it, and ``torch.load(..., weights_only=True)``. It holds the plan, the steps to account for, what
+        the momentum remembers and the rest of a shuffled epoch; never a key of noise or draws. With a momentum that
+        remembers every sample (`PerSampleEMA`) it holds exact gradients of single samples: never publish it then.
+        """
+        return {n: tree_map(_copied, value) for n, value in self._saved().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, in a run that has released nothing yet.
+
+        Load model and optimizer as well, or use `load`, which does. All randomness is fresh from here on, with a seed
+        too: one state may be loaded twice, and noise that was used once must not come again. Draws that are outstanding
+        are dropped. Of the data only their number is checked: with `PerSampleEMA` and in the midst of a shuffled epoch,
+        samples are known by their places, which must be the same as before.
+        """
+        self._check_saved(state, "The state")
+        self._resume(state)
+
+    def save(self, path: str | Path, extra: Any = None) -> None:
+        """Write a checkpoint of all that is needed to go on: run, model and optimizer, in one file.
+
+        The file is written whole or not at all, without pickle, for this user's eyes alone.
+
+        Args:
+            path: of the file; one that is there is replaced when the new one is whole.
+            extra: what else belongs to it, such as ``scheduler.state_dict()``: numbers, text, tensors, and lists and
+                dicts of them. `load` returns it.
+        """
+        if self._per_sample:
+            log.warning("dpscale: %s will hold exact gradients of single samples. Never publish it.", path)
+        checkpoint.write(Path(path), {
+            "run": self._saved(), "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "optimizer_type": type(self.optimizer).__name__, "extra": extra,
+        })  # fmt: skip
+        if self._booking is not None:
+            self._booking.confirm()
+
+    def load(self, path: str | Path) -> Any:
+        """Go on from a checkpoint that `save` wrote, as `load_state_dict` does, with model and optimizer.
+
+        A checkpoint of another plan, model or optimizer is refused, and then nothing is changed.
+
+        Returns:
+            what `save` was given as ``extra``.
+        """
+        found = checkpoint.read(Path(path))
+        self._check_saved(found["run"], f"The checkpoint {path}", found["model"])
+        kind = type(self.optimizer).__name__
+        if found["optimizer_type"] != kind:
+            raise ValueError(
+                f"The checkpoint {path} does not fit this run: its optimizer is {found['optimizer_type']}, and this "
+                f"one is {kind}. Nothing was changed."
+            )
+        before = self.optimizer.state_dict()
+        self.optimizer.load_state_dict(found["optimizer"])  # refuses other groups of parameters
+        try:
+            self._resume(found["run"])
+        except BaseException:
+            self.optimizer.load_state_dict(before)
+            raise
+        self.model.load_state_dict(found["model"])
+        return found["extra"]
+
+    def _saved(self) -> dict[str, Any]:
+        return {**self._state.saved(self._plan, self._parameters(), self._order(self._state.last_released)),
+                "run": self._run_name}  # fmt: skip
+
+    def _check_saved(self, state: Mapping[str, Any], what: str, model: Mapping[str, Any] | None = None) -> None:
+        """Refuse a state that is not of this run, or a run that it would undo."""
+        if self._state.released_here:
+            raise RuntimeError(
+                f"This run has released {self._state.released_here} steps since it was made, which it would forget. "
+                "Nothing was changed. Load into a new one, from privatize(). To go back to earlier weights, load them "
+                "into the model: the steps stay paid for."
+            )
+        against = [*refusals(state, self._plan, self._parameters(), self._run_name)]
+        if model is not None and not against:
+            against = [*_differences(model, self.model.state_dict())]
+        if against:
+            raise ValueError(f"{what} does not fit this run: {'; '.join(against)}. Nothing was changed.")
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that was checked, under a fresh key."""
+        with self._state.lock:
+            independent = self._plan.sampling.independent
+            position, lost = state["steps_taken" if independent else "last_released"], state["lost"]
+            lost = lost if self._booking is None else self._booking.resume(position, lost)
+            self._state.restore(state, self._plan, lost)
+            self._engine.recorder.stop()
+            self._renew_key()
+
+    def _renew_key(self) -> None:
+        """No stream of random numbers that was used before comes again, whatever the seed."""
+        self._key = Key()
+        self._noise = Noise(self._key)
+
+    def close(self) -> None:
+        """End the run: what it has reserved in a ledger and not used is given back, and another process may resume it.
+
+        Without a ledger this does nothing. It happens by itself when the process ends.
+        """
+        if self._booking is not None:
+            self._booking.close()
+
+    def _open(self, ledger: Ledger, run: str | None) -> None:
+        """Book from now on."""
+        self._booking = open_run(ledger, run, self._plan)
+        self._state.lost = self._booking.lost
+        if self._booking.lost:  # it has released steps before, perhaps under the same seed
+            self._renew_key()
+
+    @property
+    def _run_name(self) -> str | None:
+        return None if self._booking is None else self._booking.name
+
+    def _book(self, draw: Draw) -> None:
+        """In the ledger, on disk, before the draw is released."""
+        if self._booking is not None:
+            self._booking.reserve(self._state.position(self.plan.sampling.independent, draw))
+
+    def _order(self, step: int) -> Indices | None:
+        """Of the shuffled epoch that ``step`` lies in, if it has begun before."""
+        carried, sampling = self._state.order, self.plan.sampling
+        if carried is not None and step // sampling.steps(1) == carried[0]:
+            return carried[1]
+        return sampling.order(self._key.generator("sampling"), step)
 
     def public_data(self) -> AbstractContextManager[None]:
         """Inside ``with private.public_data():`` optimizers may apply plain gradients, which the run refuses elsewhere.
@@ -179,7 +328,7 @@ class Private:
             loader: as for `batches`.
         """
         left, each = self._check_data(dataset, loader), self.plan.sampling.steps(1)
-        first = min(left, each - self._charged % each)
+        first = min(left, each - self._state.position(self.plan.sampling.independent) % each)
         sizes = [first, *(min(each, left - k) for k in range(first, left, each))]
         return (Batches(self._batches(dataset, loader, size), size) for size in sizes if size)
 
@@ -198,7 +347,14 @@ class Private:
         require(not taken, "batches", "loader", "without options that change the sampling", sorted(taken),
                 "Choose the sampler in the plan.")  # fmt: skip
         self._require_places(dataset, loader)
-        left = self.steps - self._charged
+        left = max(0, self.steps - self._charged)
+        if self._state.lost and not self._state.resumed:
+            told = (
+                "dpscale: %d steps of the run %r are in its ledger already, and it begins anew: they count, and %d are "
+            )
+            log.warning(
+                told + "left. private.load(path) goes on from a checkpoint.", self._charged, self._run_name, left
+            )
         if not left:
             log.warning("dpscale: all %d planned steps are taken, so there are no more batches.", self.steps)
         return left
@@ -214,8 +370,9 @@ class Private:
         elif sampling.independent:
             return
         require(
-            not midway or dataset is self._dataset, "batches", "dataset", "the very dataset that this run began with",
-            "another one", "Samples are known by their place in it: another order would be another sample's part."
+            not midway or self._dataset is None or dataset is self._dataset, "batches", "dataset",
+            "the very dataset that this run began with", "another one",
+            "Samples are known by their place in it: another order would be another sample's part.",
         )  # fmt: skip
         self._dataset = dataset
 
@@ -224,7 +381,8 @@ class Private:
         with state.lock:
             this = state.start_loop()
             self._engine.recorder.stop()
-        drawn = self.plan.sampling.draws(self._key.generator(_stream(state.stream)), start=state.handed_out)
+        start = state.handed_out
+        drawn = self.plan.sampling.draws(self._key.generator("sampling"), start=start, order=self._order(start))
         try:
             for indices, data, singles, rows in fetched(dataset, loader, islice(drawn, count)):
                 with state.lock:
@@ -338,6 +496,7 @@ class Private:
         """Book the step, add the noise once, divide by the expected batch size, and hand over to the optimizer."""
         if (ignored := int(out.ignored)) and ignored == len(draw.indices):
             require_finite(self.model)
+        self._book(draw)
         with self._state.lock:
             self._state.release(draw)
             if not self._state.outstanding:
@@ -358,7 +517,9 @@ class Private:
         if state is None:
             state = MomentumState(parameters) if momentum is None else momentum.start(parameters)
             state.allocate(samples)
-            self._state.momentum = state
+            if self._state.held is not None:
+                state.restore(self._state.held)
+            self._state.momentum, self._state.held = state, None
         elif momentum is not None and (other := state.changed(parameters)) is not None:
             raise RuntimeError(
                 f"{type(momentum).__name__} remembers every trainable parameter since the first step, and {other!r} "
@@ -415,6 +576,8 @@ def privatize(
     seed: int | None = None,
     micro_batch: int | None = None,
     compile: bool | None = None,
+    ledger: Ledger | None = None,
+    run: str | None = None,
 ) -> Private:
     """Train ``model`` with ``optimizer`` under ``plan``.
 
@@ -427,8 +590,8 @@ def privatize(
         optimizer: any torch optimizer over the model's parameters, or a wrapper of one (Accelerate's). It sees ordinary
             ``.grad``.
         plan: calibrated.
-        seed: None for the operating system's randomness; an integer makes the run reproducible, and its noise
-            guessable.
+        seed: None for the operating system's randomness; an integer makes the run reproducible until it is resumed, and
+            its noise guessable.
         micro_batch: rows per forward of `Private.step`; None for a whole batch. A matter of memory and speed: results
             do not depend on it. For a compiled step, Poisson draws are padded to a few sizes: 512 rows on average to
             524. In a loop of your own the forward is yours, on the rows drawn.
@@ -436,6 +599,9 @@ def privatize(
             a long run. None: on CUDA only. What cannot be compiled runs eagerly, with one line that says why. Numbers
             that ``loss_fn`` reads from attributes of objects that are no modules of the model are taken as they are at
             that first batch.
+        ledger: where all runs on these data are booked. A plan that does not fit into what is left of its total is
+            refused, and so is the step that could not be written down.
+        run: the name of this run in the ledger, under which it is resumed. None: a new one.
 
     What comes before the first step (checks, compilation) is logged by the logger ``dpscale`` at level INFO, with
     its seconds.
@@ -457,7 +623,12 @@ def privatize(
     _check_arguments(model, optimizer, plan, micro_batch)
     if compile is None:
         compile = all(p.is_cuda for p in model.parameters())
-    return Private(model, optimizer, plan, seed, micro_batch, compile)
+    require(run is None or ledger is not None, "privatize", "run", "left out without a ledger", run)
+    require(isinstance(ledger, Ledger | None), "privatize", "ledger", "a dpscale.Ledger, or None", ledger)
+    private = Private(model, optimizer, plan, seed, micro_batch, compile)
+    if ledger is not None:
+        private._open(ledger, run)
+    return private
 
 
 def _check_arguments(model: nn.Module, optimizer: Optimizer, plan: Plan, micro_batch: int | None) -> None:
@@ -514,9 +685,17 @@ def _memory_advice(rows: int) -> Iterator[None]:
         ) from error
 
 
-def _stream(number: int) -> str:
-    """The label of a stream of draws. A resumed run has another than the one before it."""
-    return f"sampling/{number}" if number else "sampling"
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What differs between two state dicts of a model: names, shapes and types of tensors."""
+    for name in dict.fromkeys([*before, *now]):
+        one, other = ((state[name].shape, state[name].dtype) if isinstance(state.get(name), Tensor) else name in state
+                      for state in (before, now))  # fmt: skip
+        if one != other:
+            yield f"{name} of its model is another, or is missing"
 
 
 def _nothing(parameters: Parameters, device: torch.device, bound: float) -> ScaledSum:

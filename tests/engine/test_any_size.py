@@ -56,7 +56,7 @@ def released(counts, *, model=None, compile=False, made=None, sigma=1.0, **optio
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     private = dpscale.privatize(model, optimizer, plan, seed=0, compile=compile, **options)
     if compile:
-        private._engine = Engine(model, compile=backend, any_size=private._padding.varies)
+        private._engine = Engine(model, compile=backend, any_size=private._padding.usual)
     start, steps = vector(model), []
     for batch in private.batches(data(N)):
         private.step(batch, loss_fn)
@@ -107,7 +107,7 @@ def test_a_thousand_draws_are_compiled_once_and_compute_little_in_vain():
         made.append(graph)
         return lambda *inputs: rows.append(len(inputs[-1])) or graph(*inputs)
 
-    private._engine = Engine(model, compile=backend, any_size=True)
+    private._engine = Engine(model, compile=backend, any_size=BATCH)
     drawn = [len(private.step(batch, loss_fn).losses) for batch in private.batches(data(N))]
     assert len(made) == 1 and len(set(drawn)) > 15 and len(set(rows)) == len(ROWS)
     assert sum(rows[2:]) / sum(drawn) <= 1.12  # the first runs are those of the compilation, and of the try with zeros
@@ -120,7 +120,7 @@ def test_padding_does_not_count_towards_anything():
         model := mlp(), torch.optim.SGD(model.parameters(), lr=0.0),
         dpscale.Plan(scaling=RULE, sampling=scripted([13, 40]), steps=2, noise_multiplier=1.0), seed=0, compile=True,
     )  # fmt: skip
-    private._engine = Engine(model, compile=lambda graph, inputs: graph, any_size=True)
+    private._engine = Engine(model, compile=lambda graph, inputs: graph, any_size=BATCH)
     for batch in private.batches(data(N)):
         report = private.step(batch, loss_fn)
         alone = dpscale.scaled_sum(model, loss_fn, tuple(batch.data), RULE)
@@ -131,7 +131,7 @@ def test_padding_does_not_count_towards_anything():
 
 def test_a_model_that_needs_the_size_is_compiled_for_each_and_says_so(caplog):
     made, model = [], Counts()
-    engine = Engine(model, compile=lambda graph, inputs: made.append(graph) or graph, any_size=True)
+    engine = Engine(model, compile=lambda graph, inputs: made.append(graph) or graph, any_size=BATCH)
     caplog.set_level(logging.INFO, logger="dpscale")
     for size in (6, 8, 6, 8):
         x, y = (t[:size] for t in data(N).tensors)
@@ -152,7 +152,7 @@ def test_what_was_decided_by_the_size_of_the_example_holds_for_such_sizes_alone(
             return super().forward(x) * 1.0 if x.shape[0] > 20 else super().forward(x)
 
     made, model = [], Branches(4, 3)
-    engine = Engine(model, compile=lambda graph, inputs: made.append(graph) or graph, any_size=True)
+    engine = Engine(model, compile=lambda graph, inputs: made.append(graph) or graph, any_size=BATCH)
     for size in (8, 12, 40, 9, 30):
         batch = tuple(t[:size] for t in data(N).tensors)
         out = engine.scaled_sum(loss_fn, batch, RULE, keep=True)
@@ -163,7 +163,7 @@ def test_what_was_decided_by_the_size_of_the_example_holds_for_such_sizes_alone(
 def test_len_is_pythons_own_again():
     plain = len
     model = mlp()
-    Engine(model, compile=lambda graph, inputs: graph, any_size=True).scaled_sum(
+    Engine(model, compile=lambda graph, inputs: graph, any_size=BATCH).scaled_sum(
         loss_fn, tuple(t[:9] for t in data(N).tensors), RULE
     )
     assert len is plain and len(torch.zeros(3)) == 3

@@ -42,7 +42,7 @@ from .families import (
 class Whole:
     """The compiled path: the whole step as one graph, run on other data than it was traced on, or twice as many."""
 
-    def __init__(self, model, backend, any_size=False):
+    def __init__(self, model, backend, any_size=0):
         self.engine, self.any_size = Engine(model, compile=backend, any_size=any_size), any_size
 
     def __call__(self, loss_fn, batch, rule):
@@ -62,7 +62,7 @@ class Whole:
 
 WAYS = {
     "eager": lambda model: partial(dpscale.scaled_sum, model),
-    "traced": lambda model: Whole(model, lambda graph, inputs: graph, any_size=True),  # up to the compiler
+    "traced": lambda model: Whole(model, lambda graph, inputs: graph, any_size=9),  # up to the compiler
     "inductor": lambda model: Whole(model, inductor),
 }
 """How to compute a scaled sum: ``model -> (loss_fn, batch, rule) -> ScaledSum``."""

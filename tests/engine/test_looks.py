@@ -8,6 +8,7 @@ from torch import nn
 
 import dpscale
 from dpscale.engine.engine import Engine
+from dpscale.engine.reference import reference_sum
 from dpscale.engine.verify import schedule
 from dpscale.engine.verify.glance import Glance
 from dpscale.engine.verify.look import Look, Subject
@@ -66,6 +67,62 @@ def test_other_lengths_sizes_and_rows_need_no_second_look(taken, dropout):
     for seed, kind in enumerate(kinds):
         engine.scaled_sum(loss_fn, batch(seed, **kind), RULE)
     assert len(taken) == 1 and engine.model is model
+
+
+class Positions(Net):
+    """Adds a table of positions, looked up where ``of`` says, for the length of the batch at hand."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.table, self.of = nn.Parameter(torch.randn(20, 8)), of
+
+    def forward(self, x):
+        return self.last((torch.tanh(self.first(x)) + F.embedding(self.of(x), self.table)).mean(1))
+
+
+def test_a_table_of_positions_at_a_new_length_needs_no_second_look(taken):
+    engine = Engine(model := Positions(lambda x: torch.arange(x.shape[1])))
+    for seed, length in enumerate((5, 9, 2, 5, 9)):
+        out = engine.scaled_sum(loss_fn, batch(seed, length=length), RULE)
+        sums, norms, _ = reference_sum(model, loss_fn, batch(seed, length=length), RULE, torch.ones(12, dtype=bool))
+        torch.testing.assert_close(out.norms, norms)
+        torch.testing.assert_close(out.grads["table"], sums["table"])
+    assert len(taken) == 1
+
+
+@pytest.mark.parametrize("row", [0, 1, -1])
+def test_positions_that_are_a_samples_own_are_not_taken_for_a_table(row):
+    """At a new length they come from one row of the batch: no release may come of it."""
+
+    def of(x):
+        return torch.arange(x.shape[1]) if x.shape[1] == 5 else (7 * x[row, :, 0]).long()
+
+    engine = Engine(model := Positions(of))
+    for seed in range(2):
+        engine.scaled_sum(loss_fn, batch(seed), RULE)
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
+        engine.scaled_sum(loss_fn, batch(2, **LONGER), RULE)
+    assert model is engine.model
+
+
+@pytest.mark.parametrize(
+    ("new", "when"), [({"length": 9}, lambda x: x.shape[1] > 5), ({"strange": True}, lambda x: bool(x.min() < -1))]
+)
+def test_positions_that_show_in_the_gradient_alone_are_seen_too(taken, new, when):
+    """Whose row of the table gets the gradient is said by the first sample; no loss tells. Alone each says its own."""
+
+    class Straight(Positions):
+        def forward(self, x):
+            looked_up = F.embedding(self.of(x), self.table)
+            return self.last((torch.tanh(self.first(x)) + (looked_up - looked_up.detach())).mean(1))
+
+    engine = Engine(model := Straight(lambda x: torch.arange(x.shape[1]) + (9 * x[0, 1, 1]).long() * when(x)))
+    for seed in range(2):
+        engine.scaled_sum(loss_fn, batch(seed), RULE)
+    out = engine.scaled_sum(loss_fn, batch(2, **new), RULE)
+    sums, *_ = reference_sum(model, loss_fn, batch(2, **new), RULE)
+    torch.testing.assert_close(out.grads["table"], sums["table"])
+    assert len(taken) == 2
 
 
 def refused_at_third(model, new, match, loss=loss_fn):

@@ -87,18 +87,20 @@ def trace_on_fakes(
 
 
 def trace_any_size(
-    function: Callable[..., Any], inputs: Sequence[Tensor], batched: Collection[int], decompositions: Decompositions
-) -> torch.fx.GraphModule:
+    function: Callable[..., Any], inputs: Sequence[Tensor], batched: Collection[int], rows: int,
+    decompositions: Decompositions,
+) -> torch.fx.GraphModule:  # fmt: skip
     """As `trace_on_fakes`, with a symbol for the rows of the inputs ``batched``. If it goes: a trace for each size.
 
-    What was decided on the way by the size of an example is kept as a condition: see `holds_for`.
+    What was decided on the way by the size of an example, about ``rows``, is kept as a condition: see `holds_for`. With
+    another example the compiler's cache would not know the graph again.
     """
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=(shapes := ShapeEnv()))
-    rows = _unlike_any(len(inputs[next(iter(batched))]), {n for t in inputs for n in t.shape})
+    rows = _unlike_any(rows, {n for k, t in enumerate(inputs) for n in t.shape[k in batched :]})
 
     def any_size(t: Tensor) -> Tensor:
         dims = [DimDynamic.DUCK, *[DimDynamic.STATIC] * (t.ndim - 1)]  # sizes that are equal are one symbol

@@ -70,10 +70,11 @@ class Engine:
     Args:
         model: any module that treats samples apart. It is not kept alive.
         compile: trace and compile the step at its first batch; or what compiles the traced graph.
-        any_size: compile it once for batches of any size, if that can be done.
+        any_size: compile it once for batches of any size, if that can be done, by the example of so many rows. 0: for
+            each size.
     """
 
-    def __init__(self, model: nn.Module, *, compile: bool | Backend = False, any_size: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, compile: bool | Backend = False, any_size: int = 0) -> None:
         self._model = weakref.ref(model)
         self._sites = Sites()
         self._schedule = Schedule()

@@ -30,6 +30,9 @@ Tune = Annotated[
         "--tune/--no-tune", help="Search the rate of each method on held-out training data; default: the preset's."
     ),
 ]
+LedgerFile = Annotated[
+    Path | None, typer.Option("--ledger", help="Book every run there; see dpscale ledger create. It must have room.")
+]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Runs at once; default: 2 on the CPU, on a GPU as many as fit.")
 ]
@@ -44,6 +47,7 @@ def train(
     method: Annotated[str, typer.Option(help="Name of a method, such as dp-psasc, dp-sgd, non-private.")] = "dp-psasc",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of initialisation, batches and noise.")] = 0,
     out: Out = None,
+    ledger: LedgerFile = None,
     as_json: Json = False,
 ) -> None:
     """Train one model and write its record.
@@ -60,7 +64,7 @@ def train(
     folder = out or Path("runs") / config.preset
     _require_writable(folder)
     with display.run_bar(chosen.title, quiet=as_json) as bar:
-        record = train(config, chosen, seed, folder, command=_command(), on_progress=bar)
+        record = train(config, chosen, seed, folder, ledger=ledger, command=_command(), on_progress=bar)
     if as_json:
         print_json(record.to_dict())
         return
@@ -76,6 +80,7 @@ def compare(
     methods: Annotated[str | None, typer.Option(help="Comma-separated names; default: all, with controls.")] = None,
     seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Number of seeds per method.")] = 5,
     out: Out = None,
+    ledger: LedgerFile = None,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
@@ -93,7 +98,7 @@ def compare(
     _require_writable(folder)
     with display.comparison_bar(f"compare {config.preset}", quiet=as_json) as bar:
         found = compare.compare(
-            config, chosen, range(seeds), folder, workers=workers, command=_command(),
+            config, chosen, range(seeds), folder, ledger=ledger, workers=workers, command=_command(),
             on_begun=bar.begun, on_finished=bar.finished,
         ).records  # fmt: skip
     rows = summary.summarize(found)

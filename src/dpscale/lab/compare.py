@@ -20,6 +20,7 @@ from dpscale.lab.presets import METHODS, SEARCH_SEED, Choice, Config, Method, se
 from dpscale.lab.queue import Begun, Finished, Queue, attempt
 from dpscale.lab.records import Record
 from dpscale.lab.runner import Job, Progress, calibrate
+from dpscale.ledger import Ledger
 
 NOT_COUNTED = (
     "Rate and momentum were searched on held-out training data and that search is not counted in epsilon, "
@@ -41,6 +42,7 @@ def compare(
     seeds: Sequence[int],
     out: Path,
     *,
+    ledger: Path | None = None,
     workers: int | None = None,
     deadline: float | None = None,
     command: str = "",
@@ -52,10 +54,12 @@ def compare(
     Args:
         out: folder of the records; those of the search lie in ``out/search``. What is packed `records.beside` it
             counts as done too.
+        ledger: where every run that is begun is booked, those of the search too.
         workers: processes; 1 stays in this one. None: two on the CPU, on a GPU as many as fit.
         deadline: by `time.monotonic`; no run is begun after it, and those under way are finished.
     """
     require(bool(methods) and bool(seeds), "compare", "methods", "given, with seeds", (methods, seeds))
+    _require_priced(ledger, methods)
     records.whole(out)  # before hours of training, not when the table is made
     sources = [METHODS[name] for name in searched([method.name for method in methods])]
     tries = sum(len(config.tries(source)) for source in sources) if config.tune else 0
@@ -65,7 +69,7 @@ def compare(
     with processes.pool(workers) as pool:
         found: dict[str, dict[str, Any]] = {}
         if config.tune:
-            chosen, found = _search(config, sources, queue, pool, command)
+            chosen, found = _search(config, sources, queue, pool, command, ledger)
         else:
             chosen = {source.name: config.given(source) for source in sources}
         jobs = [
@@ -77,6 +81,7 @@ def compare(
                 noise_multiplier=0.0,
                 search=found.get(method.follows or method.name),
                 command=command,
+                ledger=ledger,
             )
             for seed in seeds
             for method in methods
@@ -90,7 +95,7 @@ def compare(
 
 
 def _search(
-    config: Config, sources: Sequence[Method], queue: Queue, pool: Executor, command: str
+    config: Config, sources: Sequence[Method], queue: Queue, pool: Executor, command: str, ledger: Path | None
 ) -> tuple[dict[str, Choice], dict[str, dict[str, Any]]]:
     """The best choice of every method whose tries are all done, and for the records how it was found."""
     jobs = [
@@ -102,6 +107,7 @@ def _search(
             noise_multiplier=0.0,
             role="search",
             command=command,
+            ledger=ledger,
         )
         for source in sources
         for choice in config.tries(source)
@@ -134,20 +140,32 @@ def train(
     seed: int,
     out: Path,
     *,
+    ledger: Path | None = None,
     command: str = "",
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Record:
     """One run at the preset's rates, its record saved in ``out``; repeated only if there is no record yet."""
     config = config.replace(tune=False)
+    _require_priced(ledger, [method])
     job = Job(
-        config=config, method=method.name, seed=seed, choice=config.given(method), noise_multiplier=0.0, command=command
-    )
+        config=config, method=method.name, seed=seed, choice=config.given(method), noise_multiplier=0.0,
+        command=command, ledger=ledger,
+    )  # fmt: skip
     known = Queue(out=out, total=1, on_finished=lambda _: None, workers=1, deadline=None).known(job)
     if known is not None:
         return known
     record = attempt(replace(job, noise_multiplier=calibrate(config) if method.rule else 0.0), on_progress)
     record.save(out)
     return record
+
+
+def _require_priced(ledger: Path | None, methods: Sequence[Method]) -> None:
+    """Refuse a ledger that is not there, and methods whose price no ledger can pay."""
+    if ledger is not None:
+        Ledger(ledger)
+        free = [method.name for method in methods if not method.rule]
+        action = "Without noise their price is infinite. Name others: --methods dp-sgd,dp-psasc."
+        require(not free, "--ledger", "methods", "private, all of them", ", ".join(free), action)
 
 
 def _or_inf(loss: float | None) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from dpscale.lab.files import replacing
+from dpscale.files import replacing
 from dpscale.lab.kinds import fault
 from dpscale.lab.provenance import installed_versions, source_commit
 from dpscale.scaling import RULES

@@ -2,11 +2,13 @@
 
 import datetime
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from dpscale.lab.models import MODELS, large
 from dpscale.lab.presets import METHODS, OUTER, SCHEDULES, Choice, Config, Method
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
+from dpscale.ledger import Ledger
 from dpscale.noise import Key
 from dpscale.plan import Plan
 from dpscale.sampling import FullBatch, Poisson, Sampling
@@ -48,6 +51,7 @@ class Job:
         role: ``"final"`` or ``"search"``, as in `Record`.
         search: how the choice was found, for the record.
         command: the command line, for the record.
+        ledger: where the run is booked, under a name of its own each time.
     """
 
     config: Config
@@ -58,6 +62,7 @@ class Job:
     role: str = "final"
     search: dict[str, Any] | None = None
     command: str = ""
+    ledger: Path | None = None
 
     @property
     def learning_rate(self) -> float:
@@ -135,7 +140,7 @@ def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Reco
 
 def rehearse(job: Job) -> None:
     """Take the first step of a run, which compiles it, and forget the run: the compiler keeps it on disk."""
-    next(steps(job))
+    next(steps(replace(job, ledger=None)))  # nobody sees what it releases
 
 
 def steps(job: Job) -> Iterator[Any]:
@@ -384,7 +389,12 @@ def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data, watch: _W
     optimizer, losses, parameters = _optimizer(model, job), _losses_of(job.config), structure(model).trainable
     assert plan.steps is not None
     compiled = data.train_labels.is_cuda or plan.steps >= _LONG
-    private = privatize(model, optimizer, plan, seed=job.seed, micro_batch=job.config.micro_batch, compile=compiled)
+    ledger = None if job.ledger is None else Ledger(job.ledger)
+    told = f"{job.config.preset}, {job.method}, seed {job.seed}, {job.role}, {secrets.token_hex(4)}"
+    private = privatize(
+        model, optimizer, plan, seed=job.seed, micro_batch=job.config.micro_batch, compile=compiled, ledger=ledger,
+        run=told if ledger else None,
+    )  # fmt: skip
     schedule = _schedule(optimizer, job.config, plan.steps)
     gamma1 = getattr(plan.momentum, "gamma1", 1.0)
     released = diagnostics.Released(optimizer, parameters, gamma1) if job.config.diagnostics else None

@@ -60,18 +60,21 @@ Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """From a traced graph and example inputs to something that runs it."""
 
 
-def traced(step: Callable[..., Any], inputs: list[Tensor], last: bool, batched: range) -> torch.fx.GraphModule:
+def traced(
+    step: Callable[..., Any], inputs: list[Tensor], last: bool, batched: range, rows: int
+) -> torch.fx.GraphModule:
     """On fake tensors: nothing is computed, and a model's own looks at values (a mask of ones?) do not branch.
 
     Args:
         last: with images channels last, if the model bears it.
         batched: which inputs may have any number of rows.
+        rows: about how many they have as a rule.
     """
 
     def trace(last: bool) -> torch.fx.GraphModule:
         with channels_last(last):
             if batched:
-                return trace_any_size(step, inputs, batched, CHEAPER)
+                return trace_any_size(step, inputs, batched, rows, CHEAPER)
             return trace_on_fakes(step, inputs, CHEAPER)
 
     try:
@@ -93,7 +96,7 @@ class Compiled:
         rule: from norm to weight.
         batch, mask: an example; the shapes of all that follow.
         backend: what compiles the traced graph.
-        any_size: leave the number of rows open.
+        any_size: leave the number of rows open; about how many they are as a rule. 0: as many as in the example.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Compiled:
         batch: Any,
         mask: Tensor,
         backend: Backend,
-        any_size: bool = False,
+        any_size: int = 0,
     ) -> None:
         self._points = list(points)
         self._held = list(constants)
@@ -137,7 +140,7 @@ class Compiled:
         inputs = [*self._values(), *data, mask]
         batched = range(len(inputs) - len(data) - 1, len(inputs) if any_size else 0)
         with phase("tracing"), sdpa_kernel(_ATTENTION):
-            graph = traced(step, inputs, mask.is_cuda, batched)
+            graph = traced(step, inputs, mask.is_cuda, batched, any_size)
         # Tensors that are no inputs (buffers, frozen parameters) are held by reference: as buffers of the graph they
         # follow whoever updates them in place.
         for name, t in [(n, t) for n, t in vars(graph).items() if isinstance(t, Tensor)]:
@@ -326,10 +329,10 @@ class CompiledSum:
     Args:
         model: its parameters must keep their storage, as they do under any torch optimizer.
         backend: what compiles the traced graph.
-        any_size: try to compile once for batches of any size.
+        any_size: try to compile once for batches of any size, by the example of so many rows.
     """
 
-    def __init__(self, model: nn.Module, backend: Backend, any_size: bool = False) -> None:
+    def __init__(self, model: nn.Module, backend: Backend, any_size: int = 0) -> None:
         self._model, self._backend, self._any_size = weakref.ref(model), backend, any_size
         self._known: dict[_Key, _Known] = {}
         self._made, self._explained, self._switched = 0, False, 0
@@ -392,7 +395,7 @@ class CompiledSum:
             return None
         model = self._model()
         assert model is not None
-        made = self._compile(rows is None, model, run, batch, rule, mask, points, sites)
+        made = self._compile(0 if rows else self._any_size, model, run, batch, rule, mask, points, sites)
         self._made += made is not None or rows is not None
         impossible = made is None and rows is not None
         # The key anew, as the forwards meanwhile have left the model.
@@ -402,7 +405,7 @@ class CompiledSum:
         return made
 
     def _compile(
-        self, any_size: bool, model: nn.Module, run: Run, batch: Any, rule: Scaling, mask: Tensor,
+        self, any_size: int, model: nn.Module, run: Run, batch: Any, rule: Scaling, mask: Tensor,
         points: Points | None, sites: Sites,
     ) -> Compiled | None:  # fmt: skip
         found = structure(model)

@@ -98,6 +98,10 @@ def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
+Shared = tuple[OpName, list[Tensor]]
+"""A function of parameters alone, and the other tensors in it."""
+
+
 class Sites:
     """What is known of the operations of a model, each by its `OpName`."""
 
@@ -321,14 +325,17 @@ class Tape(ParameterOps):
         attached: let gradients pass on to the leaves that stand in for the parameters, so that plain autograd can be
             asked too. Slower: for a look.
         lenient: run through what is not known, and say afterwards that this tape is ``lost``.
+        shared: where to put what is in functions of parameters alone beside them, whatever its shape: whoever gives it
+            decides whether it is the same for all batches.
     """
 
     def __init__(
         self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor] | None, sites: Sites, samples: int,
-        attached: bool = False, lenient: bool = False,
+        attached: bool = False, lenient: bool = False, shared: "list[Shared] | None" = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.lost = False
+        self._shared = shared
         # Leaves stand in for the parameters. Gradients reach them only through functions of parameters alone.
         self.leaves = {n: (values or parameters)[n].detach().requires_grad_() for n in parameters}
         self.keys = {id(p): n for n, p in parameters.items()}
@@ -376,8 +383,12 @@ class Tape(ParameterOps):
         except UnknownOperation:
             self._lose()
             return Site("plain")
-        if site.role == "shared" and shapes_of(self.constants(standing, keys)) not in site.constants:
-            self._lose()
+        if site.role == "shared":
+            constants = self.constants(standing, keys)
+            if self._shared is not None:
+                self._shared.append((op, constants))
+            elif shapes_of(constants) not in site.constants:
+                self._lose()
         return site
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.phases import still_at
-from dpscale.engine.tape.tape import Sites, Tape
+from dpscale.engine.tape.tape import Shared, Site, Sites, Tape, shapes_of
 from dpscale.engine.verify.credit import arrived, insides, misplaced
 from dpscale.engine.verify.look import Subject
 from dpscale.engine.verify.places import ROWS
@@ -45,6 +45,7 @@ class Glance:
     ) -> None:  # fmt: skip
         self._subject, self._batch, self._kept = subject, batch, list(kept)
         self._sites, self._draws, self._drops, self._eps, self._seed = sites, draws, drops, eps, seed
+        self._learned: list[Shared] = []
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
@@ -57,11 +58,15 @@ class Glance:
         try:
             with torch.autograd.set_detect_anomaly(False):
                 few = self._few_apart()
-                return (
+                fine = (
                     few is not None
                     and (self._whole_apart(few) if self._sites is None else self._credited(few, self._sites))
                     and (not singles or self._draws or self._collated(singles, rest))
                 )
+            if fine and self._sites is not None:
+                for op, constants in self._learned:
+                    self._sites.add(op, Site("shared", constants=frozenset({shapes_of(constants)})))
+            return fine
         except UnsupportedModel:
             raise
         except Exception:  # a model need not take every row that was put together
@@ -133,20 +138,24 @@ class Glance:
                 return False
             if len(ours.rows) != len(theirs.rows) or not all(map(_alike, ours.rows, theirs.rows)):
                 return False
+            if not _same_constants(ours.shared, theirs.shared):
+                return False
+            self._learned += ours.shared
             self._surroundings.compare(ours.left, theirs.left)
         return self._as_among(few, self._run(self._batch)[0] if self._drops else whole.losses)
 
     def _taped(self, sites: Sites, data: Any, i: int, weighted: bool = False) -> "_Taped | None":
         """What a taped run gives of row i; None if gradients go astray, or past the tape."""
         still_at("checking that samples are kept apart")
+        shared: list[Shared] = []
         with own_randomness(self._seed), torch.enable_grad():
-            with Tape(self._subject.parameters, None, sites, count_of(data), lenient=True) as tape:
+            with Tape(self._subject.parameters, None, sites, count_of(data), lenient=True, shared=shared) as tape:
                 losses = self._subject.run(data)
             places = insides(tape) if not tape.lost and losses.requires_grad else []
             astray = not places or (weighted and misplaced(losses, places, self._seed) is not None)
             rows = [] if astray else arrived(losses, places, i)
         left = self._surroundings.left_behind()
-        return None if astray else _Taped(losses.detach(), rows, left)
+        return None if astray else _Taped(losses.detach(), rows, left, shared)
 
 
 @dataclass(frozen=True)
@@ -154,6 +163,15 @@ class _Taped:
     losses: Tensor
     rows: list[Tensor | None]
     left: Any
+    shared: list[Shared]
+
+
+def _same_constants(ours: list[Shared], theirs: list[Shared]) -> bool:
+    """Whether what parameters alone meet is the same in other company, to the bit: a table of positions cut to a new
+    length, and not rows that were routed there."""
+    return [op for op, _ in ours] == [op for op, _ in theirs] and all(
+        len(a) == len(b) and all(map(same, a, b)) for (_, a), (_, b) in zip(ours, theirs, strict=True)
+    )
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:

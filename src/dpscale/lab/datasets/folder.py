@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpscale.lab.files import replacing
+from dpscale.files import replacing
 
 VARIABLE = "DPSCALE_DATA"
 """Environment variable that names the data folder."""

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpscale.checks import out_of_memory, require, require_count
+from dpscale.files import clear
 from dpscale.lab.data import Data
 from dpscale.lab.datasets.folder import VARIABLE, OnProgress, Progress, checksum, data_folder, ignore, locked
 from dpscale.lab.encoders import registry, weights
 from dpscale.lab.encoders.registry import Encoder
-from dpscale.lab.files import clear
 from dpscale.lab.provenance import installed_versions, source_commit
 
 FORMAT = 2

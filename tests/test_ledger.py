@@ -1,0 +1,630 @@
+"""The ledger: what runs cost together, on disk before it is released, whatever happens to them."""
+
+import contextlib
+import dataclasses
+import datetime
+import gc
+import json
+import logging
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import dp_accounting
+import pytest
+import torch
+
+import dpscale
+from dpscale import accounting, booking, files, ledger, noise
+from dpscale.booking import open_run
+from dpscale.ledger import Ledger, LedgerError
+
+from .helpers import SIZE, data, loss_fn, mlp, plan, train, vector
+
+DELTA = 1e-3
+DATA = data()
+ROOT = Path(__file__).parent.parent
+
+
+def make(tmp_path, epsilon=100.0):
+    return Ledger(tmp_path / "patients.ledger", epsilon=epsilon, delta=DELTA)
+
+
+def private(books, run="first", *, seed=0, model=None, **changes):
+    model = model or mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return dpscale.privatize(model, optimizer, plan(delta=DELTA, **changes), seed=seed, ledger=books, run=run)
+
+
+def some_steps(run, count):
+    batches = run.batches(DATA)
+    for _ in range(count):
+        run.step(next(batches), loss_fn)
+
+
+def row(books, name="first"):
+    return next(run for run in books.runs() if run.name == name)
+
+
+def child(code, *arguments, wait=True):
+    """Python in a process of its own, with this module's names."""
+    code = "from tests.test_ledger import *\n" + textwrap.dedent(code)
+    started = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": str(Path(dpscale.__file__).parent.parent)},
+    )  # fmt: skip
+    if wait:
+        out, _ = started.communicate(timeout=120)
+        return started.returncode, out
+    return started
+
+
+def test_every_step_is_on_disk_before_it_is_released(tmp_path, monkeypatch):
+    books, seen, add = make(tmp_path), [], noise.Noise.add
+
+    def looking(self, sums, std, step):
+        with contextlib.closing(sqlite3.connect(books.path)) as db:  # another connection sees what is committed
+            seen.append((step, *db.execute("SELECT max(last) FROM stretches").fetchone()))
+        add(self, sums, std, step)
+
+    monkeypatch.setattr(noise.Noise, "add", looking)
+    train(private(books, steps=60), DATA)
+    assert [step for step, _ in seen] == list(range(1, 61))
+    assert all(step <= last <= step + 2 for step, last in seen)  # a stretch is 3 steps at most here
+
+
+def test_a_run_that_ends_pays_for_its_steps_alone(tmp_path):
+    books = make(tmp_path)
+    run = private(books, steps=200)
+    some_steps(run, 33)
+    assert row(books).live and row(books).charged >= 33
+    run.close()
+    assert not row(books).live and row(books).charged == 33 and not row(books).crashed
+    assert books.spent().epsilon == run.epsilon() == run.plan.epsilon(steps=33)
+    with pytest.raises(RuntimeError, match=r"The run 'first' was closed.*Nothing was released"):
+        some_steps(run, 1)
+    assert run.steps_taken == 33
+    run.close()
+
+
+def test_a_run_ends_with_its_last_reference(tmp_path):
+    books = make(tmp_path)
+    some_steps(private(books, steps=200), 5)
+    gc.collect()
+    assert row(books).charged == 5 and not row(books).live
+
+
+def test_the_end_of_a_process_gives_back_what_it_did_not_use(tmp_path):
+    make(tmp_path)
+    code = "run = private(make(Path(sys.argv[1])), steps=400); some_steps(run, 30)"
+    assert child(code, tmp_path) == (0, "")
+    assert row(make(tmp_path)).charged == 30
+
+
+def test_a_killed_process_has_paid_for_what_it_reserved(tmp_path, caplog):
+    books = make(tmp_path)
+    code = """
+        run = private(make(Path(sys.argv[1])), steps=400)
+        some_steps(run, 20); run.save(sys.argv[1] + "/run"); some_steps(run, 11)
+        print(run._booking._held.last, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    code, out = child(code, tmp_path)
+    assert code == -signal.SIGKILL
+    reserved = int(out)
+    assert 31 <= reserved <= 31 + 20 and row(books).charged == reserved and not row(books).live
+    (crashed,) = row(books).crashed
+    with caplog.at_level(logging.WARNING, "dpscale"):
+        run = private(books, steps=400)
+    assert f"ended without a word, after it had reserved {crashed.last - crashed.first} steps. They are" in caplog.text
+    assert run.epsilon() == run.plan.epsilon(steps=reserved)  # before it is loaded, too
+    run.load(tmp_path / "run")
+    assert run.steps_taken == 20 and run.epsilon() == run.plan.epsilon(steps=reserved) == books.spent().epsilon
+    some_steps(run, 1)
+    assert run.epsilon() == run.plan.epsilon(steps=reserved + 1)
+    told = run.statement()
+    assert (
+        f"{reserved - 20} steps count in vain; {crashed.last - crashed.first} were charged to it after a crash" in told
+    )
+    assert "Resumed: once" in told and "lost with their process, are counted too" in told
+    train(run, DATA)
+    run.close()
+    assert run.epsilon() == run.plan.epsilon() and row(books).charged == 400  # the plan is its limit, whatever happened
+    assert [s.state for s in row(books).crashed] == ["charged"]
+
+
+def test_a_run_goes_back_to_its_checkpoint_and_pays_twice(tmp_path):
+    books = make(tmp_path)
+    run = private(books, steps=40)
+    some_steps(run, 10)
+    run.save(tmp_path / "run")
+    assert row(books).charged == 10
+    some_steps(run, 5)
+    run.close()
+    for used in (15, 17):
+        run = private(books, steps=40)
+        run.load(tmp_path / "run")
+        assert run.epsilon() == run.plan.epsilon(steps=used)
+        some_steps(run, 2)
+        run.close()
+        assert row(books).charged == used + 2
+    assert [len(epoch) for epoch in run.epochs(DATA)] == [3, 5, 5, 5, 3]  # 12 steps are on its path, and 21 are left
+
+
+def test_a_shuffled_run_that_goes_back_pays_by_the_epoch(tmp_path):
+    books, sampling = make(tmp_path), dpscale.Shuffled(size=SIZE, batch=6)  # 10 steps an epoch
+    run = private(books, sampling=sampling, steps=60)
+    some_steps(run, 12)
+    run.save(tmp_path / "run")
+    some_steps(run, 4)
+    run.close()
+    assert books.spent().epsilon == run.plan.epsilon(steps=16) == run.plan.epsilon(steps=20)
+    run = private(books, sampling=sampling, steps=60)
+    run.load(tmp_path / "run")
+    some_steps(run, 1)
+    run.close()
+    # Samples of steps 13 to 16 are in two releases of the second epoch.
+    assert run.epsilon() == books.spent().epsilon == run.plan.epsilon(steps=30)
+
+
+def test_a_run_that_begins_anew_under_its_name_pays_on_and_draws_afresh(tmp_path, caplog):
+    books, released = make(tmp_path), []
+    for _ in range(2):
+        run = private(books, steps=40, sampling=dpscale.FullBatch(size=SIZE))
+        some_steps(run, 10)
+        released.append(vector(run.model))
+        run.close()
+    assert row(books).charged == 20 and run.epsilon() == run.plan.epsilon(steps=20)
+    assert "10 steps of the run 'first' are in its ledger already, and it begins anew: they count" in caplog.text
+    assert not torch.equal(*released)  # the seed is the same
+
+
+def test_a_run_begun_without_a_ledger_brings_its_steps_along(tmp_path):
+    books = make(tmp_path)
+    model = mlp()
+    run = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan(delta=DELTA, steps=40))
+    some_steps(run, 7)
+    run.save(tmp_path / "run")
+    again = private(books, steps=40)
+    again.load(tmp_path / "run")
+    assert row(books).charged == 7
+    some_steps(again, 1)
+    again.close()
+    assert row(books).charged == 8
+
+
+def test_a_booked_run_is_resumed_under_its_name_alone(tmp_path):
+    books = make(tmp_path)
+    run = private(books)
+    some_steps(run, 2)
+    run.save(tmp_path / "run")
+    run.close()
+    for other in (private(books, "second"), private(None, None)):
+        with pytest.raises(ValueError, match=r"booked in a ledger as run 'first': pass that ledger, and run='first'"):
+            other.load(tmp_path / "run")
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_training(tmp_path):
+    books = make(tmp_path, epsilon=plan().epsilon(DELTA, steps=8))
+    run = private(books, "first", steps=5)
+    with pytest.raises(
+        ValueError, match=r"The plan of the run 'second' does not fit into the budget: with the 1 other"
+    ):
+        private(books, "second", steps=5)
+    with pytest.raises(ValueError, match=r"1 of them going on and counted with their whole plans"):
+        private(books, "second", steps=4)
+    assert [run.name for run in books.runs()] == ["first"]
+    some_steps(run, 4)
+    run.close()
+    second = private(books, "second", steps=4)  # what the first left
+    train(second, DATA)
+    second.close()
+    assert books.spent().epsilon == plan().epsilon(DELTA, steps=8) == books.epsilon
+    with pytest.raises(ValueError, match=r"Without it, it is .*Nothing was released"):
+        private(books, "third", steps=1)
+    with pytest.raises(ValueError, match=r"epsilon would be inf"):
+        private(books, "fourth", steps=1, noise_multiplier=None, unsafe_no_noise=True)
+
+
+def test_a_dead_run_holds_only_what_it_used(tmp_path):
+    books = make(tmp_path, epsilon=plan().epsilon(DELTA, steps=8))
+    code = "run = private(make(Path(sys.argv[1]), float(sys.argv[2])), steps=6); some_steps(run, 3); os._exit(9)"
+    assert child(code, tmp_path, repr(books.epsilon))[0] == 9
+    second = private(books, "second", steps=5)
+    with pytest.raises(ValueError, match=r"with the 1 other runs, 1 of them going on"):
+        private(books, "first", steps=6)  # its place was taken
+    train(second, DATA)
+    second.close()
+    assert books.spent().epsilon == books.epsilon
+
+
+def test_looking_whether_a_run_is_live_takes_it_from_nobody(tmp_path, monkeypatch):
+    books = make(tmp_path)
+    part = open_run(books, "first", plan())
+    path = books.lock_file("first")
+    assert files.is_locked(path) and not files.is_locked(path.with_name("none"))
+    part.close()
+    with files.locked(path), open(path) as other:  # somebody has it, and somebody looks
+        assert files.is_locked(path)
+    with open(path) as other:
+        files.fcntl.flock(other, files.fcntl.LOCK_SH)
+        assert not files.is_locked(path)
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "open", denied)
+        assert files.is_locked(path)  # as far as can be known
+
+
+def test_a_stretch_beyond_the_plan_is_refused(tmp_path):
+    books = make(tmp_path)
+    part = open_run(books, "first", plan(steps=3))
+    for step in (1, 2, 3):
+        part.reserve(step)
+    with pytest.raises(
+        dpscale.BudgetExhausted, match=r"has used up its 3 planned steps, 0 of them before.*Nothing was"
+    ):
+        part.reserve(4)
+    assert row(books).charged == 3
+    part.close()
+
+
+SAMPLERS = {
+    "poisson": dpscale.Poisson(size=SIZE, batch=12),
+    "poisson-smaller": dpscale.Poisson(size=SIZE // 2, batch=4),
+    "full-batch": dpscale.FullBatch(size=SIZE),
+    "shuffled": dpscale.Shuffled(size=SIZE, batch=12),
+    "fixed-size": dpscale.FixedSize(size=SIZE, batch=12),
+    "replaced": dpscale.FullBatch(size=SIZE, adjacency="replace-one"),
+}
+
+
+def spent_on(tmp_path, *names):
+    books = make(tmp_path, epsilon=1e6)
+    for number, name in enumerate(names):
+        part = open_run(books, f"{number}", plan(sampling=SAMPLERS[name], steps=20, noise_multiplier=3.0))
+        for step in range(1, 21):
+            part.reserve(step)
+        part.close()
+    return books.spent()
+
+
+def price(*names, delta=DELTA, adjacency="zero-out"):
+    events = [SAMPLERS[name].event(3.0, 20) for name in names]
+    return accounting.epsilon(dp_accounting.ComposedDpEvent(events), delta=delta, adjacency=adjacency)
+
+
+@pytest.mark.parametrize(
+    ("names", "adjacency"),
+    [
+        (["poisson"], "add-remove"),
+        (["poisson", "poisson"], "add-remove"),
+        (["poisson", "poisson-smaller", "full-batch"], "add-remove"),
+        (["poisson", "shuffled"], "zero-out"),
+        (["fixed-size", "replaced"], "replace-one"),
+    ],
+)
+def test_runs_of_one_kind_compose_tightly(names, adjacency, tmp_path):
+    spent = spent_on(tmp_path, *names)
+    inner = "replace-one" if adjacency == "replace-one" else "zero-out"
+    assert spent == (price(*names, adjacency=inner), adjacency, "composed tightly, all runs together")
+    if len(names) > 1:
+        assert spent.epsilon < 0.95 * sum(price(name, adjacency=inner) for name in names)
+
+
+def test_runs_of_two_kinds_add_up(tmp_path):
+    spent = spent_on(tmp_path, "poisson", "full-batch", "fixed-size")
+    added = price("poisson", "full-batch", delta=DELTA / 2)
+    added += price("fixed-size", delta=DELTA / 2, adjacency="replace-one")
+    assert spent.epsilon == pytest.approx(added, rel=1e-12) and spent.adjacency == "zero-out"
+    assert spent.how.startswith("added up from two parts")
+
+
+def test_two_live_processes_cannot_share_a_name(tmp_path):
+    books = make(tmp_path)
+    code = "run = private(make(Path(sys.argv[1])), steps=40); print('up', flush=True); sys.stdin.read()"
+    other = child(code, tmp_path, wait=False)
+    assert other.stdout.readline() == "up\n"
+    with pytest.raises(
+        RuntimeError, match=r"The run 'first' of .*patients.ledger is going on, in this or another proce"
+    ):
+        private(books, steps=40)
+    private(books, "second", steps=40).close()
+    other.kill()
+    other.communicate()
+    run = private(books, steps=40)
+    with pytest.raises(RuntimeError, match=r"is going on, in this"):
+        private(books, steps=40)
+    run.close()
+    private(books, steps=40).close()
+
+
+def test_trap_34_processes_that_train_alone_are_all_charged(tmp_path):
+    """Several at once, on one ledger: none is lost, and none gets in beyond the total."""
+    books = make(tmp_path, epsilon=plan().epsilon(DELTA, steps=30))
+    code = """
+        books, admitted = make(Path(sys.argv[1]), float(sys.argv[2])), 0
+        print("up", flush=True); sys.stdin.readline()
+        for number in range(6):
+            try:
+                part = open_run(books, f"{sys.argv[3]}/{number}", plan(steps=5))
+            except ValueError as error:
+                assert "does not fit into the budget" in str(error)
+                continue
+            for step in range(1, 6):
+                part.reserve(step)
+            part.close(); admitted += 1
+        print(admitted)
+    """
+    others = [child(code, tmp_path, repr(books.epsilon), number, wait=False) for number in range(3)]
+    for other in others:
+        assert other.stdout.readline() == "up\n"
+    for other in others:
+        other.stdin.write("go\n")
+        other.stdin.flush()
+    admitted = sum(int(other.communicate(timeout=120)[0]) for other in others)
+    assert [other.returncode for other in others] == [0, 0, 0]
+    assert admitted == 6 and sum(run.charged for run in books.runs()) == 30
+    assert books.spent().epsilon == books.epsilon
+
+
+def test_a_forked_process_neither_holds_nor_books(tmp_path):
+    books = make(tmp_path)
+    run = private(books, steps=40)
+    some_steps(run, 3)
+    reading, writing = os.pipe()
+    if (forked := os.fork()) == 0:
+        with contextlib.suppress(RuntimeError):
+            run._booking.reserve(4)
+            os._exit(1)
+        run.close()
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        run.close()
+        assert row(books).charged == 3
+        private(books, steps=40).close()  # though the child lives
+    finally:
+        os.write(writing, b"x")
+        ended = os.waitpid(forked, 0)
+    assert ended[1] == 0
+
+
+@pytest.mark.parametrize("jump", [-(10**9), 10**9])
+def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch, jump):
+    books = make(tmp_path)
+    run = private(books, steps=40)
+    some_steps(run, 3)
+
+    class Jumped(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return super().now(tz) + datetime.timedelta(seconds=jump)
+
+    now = time.time()
+    monkeypatch.setattr(ledger.datetime, "datetime", Jumped)
+    monkeypatch.setattr(time, "time", lambda: now + jump)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    with pytest.raises(RuntimeError, match="is going on"):
+        private(books, steps=40)
+    some_steps(run, 3)
+    run.save(tmp_path / "run")
+    run.close()
+    assert row(books).charged == 6
+    run = private(books, steps=40)
+    run.load(tmp_path / "run")
+    train(run, DATA)
+    run.close()
+    assert row(books).charged == 40
+
+
+def test_a_disk_that_is_full_stops_the_step_before_its_release(tmp_path):
+    """By a limit on the size of files, in a process of its own. With room again the run goes on; nothing is lost."""
+    make(tmp_path)
+    code = """
+        import resource
+        run = private(make(Path(sys.argv[1])), steps=20)
+        some_steps(run, 3); run.save(sys.argv[1] + "/run"); saved = Path(sys.argv[1] + "/run").read_bytes()
+        batches = run.batches(DATA)
+        batch, before = next(batches), vector(run.model)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        for what in (lambda: run.step(batch, loss_fn), lambda: run.save(sys.argv[1] + "/run")):
+            try:
+                what()
+            except OSError as error:
+                print(error)
+        assert torch.equal(vector(run.model), before) and run.steps_taken == 3
+        assert Path(sys.argv[1] + "/run").read_bytes() == saved
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert row(run._booking.ledger).charged == 3
+        run.step(batch, loss_fn)
+        assert run.steps_taken == 4 and row(run._booking.ledger).charged == 4
+    """
+    code, out = child(code, tmp_path)
+    first, second = out.splitlines()
+    assert code == 0
+    assert first.startswith("The ledger ") and "is the disk full? Make room, and go on. Nothing was booked" in first
+    assert second.startswith("The checkpoint ") and second.endswith("The one that was there before is unchanged.")
+
+
+def test_a_folder_that_cannot_be_written_is_said():
+    with pytest.raises(LedgerError, match=r"(Cannot make the ledger|The ledger) /proc/none.ledger"):
+        Ledger("/proc/none.ledger", epsilon=1, delta=DELTA)
+
+
+def test_a_ledger_that_may_only_be_read_books_nothing(tmp_path, monkeypatch):
+    books, connect = make(tmp_path), sqlite3.connect
+    run = private(books)
+    monkeypatch.setattr(
+        ledger.sqlite3, "connect", lambda path, **options: connect(f"file:{path}?mode=ro", uri=True, **options)
+    )
+    with pytest.raises(LedgerError, match=r"cannot be opened for writing \(attempt to write a readonly database\)"):
+        some_steps(run, 1)
+    assert run.steps_taken == 0
+    monkeypatch.undo()
+    some_steps(run, 1)
+    assert run.steps_taken == 1
+
+
+def test_a_damaged_ledger_is_refused_and_left_as_it_is(tmp_path):
+    books = make(tmp_path)
+    run = private(books)
+    some_steps(run, 2)
+    run.close()
+    whole = books.path.read_bytes()
+    torn = bytearray(whole)
+    torn[4096:8192] = os.urandom(4096)
+    with contextlib.closing(sqlite3.connect(books.path)) as db:  # where names are looked up; no run is read from there
+        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE type = 'index'").fetchone()
+    bent = bytearray(whole)
+    bent[4096 * (page - 1) : 4096 * page] = bytes(4096)
+    for content in (b"no ledger at all" * 100, bytes(torn), bytes(bent), whole[:5000]):
+        books.path.write_bytes(content)
+        with pytest.raises(LedgerError, match=r"is damaged, or no ledger .* what it has charged must not be forgotten"):
+            make(tmp_path).runs()
+        assert books.path.read_bytes() == content
+    books.path.write_bytes(whole)
+    assert row(make(tmp_path)).charged == 2
+
+
+def test_files_that_are_no_ledgers_of_this_release_are_refused(tmp_path):
+    path = tmp_path / "other.db"
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE mine (x)")
+    with pytest.raises(LedgerError, match=r"other.db is no ledger of dpscale. Nothing was changed"):
+        Ledger(path, epsilon=1, delta=DELTA)
+    books = make(tmp_path)
+    with contextlib.closing(sqlite3.connect(books.path)) as db:
+        db.execute("PRAGMA user_version = 2")
+    with pytest.raises(LedgerError, match=r"is a ledger of version 2, and this release of dpscale reads version 1"):
+        make(tmp_path)
+
+
+def test_a_total_stays_as_it_was(tmp_path):
+    path = tmp_path / "patients.ledger"
+    with pytest.raises(ValueError, match=r"'epsilon' parameter of Ledger must be given: there is no ledger"):
+        Ledger(path)
+    assert not path.exists()
+    books = make(tmp_path, epsilon=3)
+    assert (Ledger(path).epsilon, Ledger(path).delta) == (3, DELTA) and "epsilon=3, delta=0.001" in repr(books)
+    with pytest.raises(
+        ValueError, match=r"'epsilon' parameter of Ledger must be 3.0, as in .*Got 4 instead. A total can"
+    ):
+        Ledger(path, epsilon=4, delta=DELTA)
+    with pytest.raises(ValueError, match=r"'delta' parameter of Ledger must be 0.001, as in"):
+        Ledger(path, delta=1e-5)
+    for wrong in ({"epsilon": 0}, {"epsilon": float("inf")}, {"delta": 1}, {"delta": 0}):
+        with pytest.raises(ValueError, match=r"parameter of Ledger must be"):
+            Ledger(path, **wrong)
+
+
+def test_a_ledger_whose_making_was_cut_short_is_made(tmp_path):
+    path = tmp_path / "patients.ledger"
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+    assert path.exists()
+    assert make(tmp_path).spent().epsilon == 0
+
+
+def test_every_connection_waits_for_the_disk(tmp_path):
+    with make(tmp_path).writing() as db:
+        found = [db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous", "busy_timeout")]
+    assert found == ["wal", 2, 60_000]
+
+
+def test_what_is_known_of_a_run_must_stay(tmp_path):
+    books = make(tmp_path)
+    private(books, steps=5).close()
+    with pytest.raises(
+        ValueError, match=r"The run 'first' in .* has another plan: steps was 5 and is 6. Resume it with"
+    ):
+        private(books, steps=6)
+    with pytest.raises(ValueError, match=r"'run' parameter of privatize must be left out without a ledger. Got 'a'"):
+        private(None, "a")
+    with pytest.raises(ValueError, match=r"'ledger' parameter of privatize must be a dpscale.Ledger, or None. Got 'a'"):
+        private("a", "a")
+    with pytest.raises(ValueError, match=r"'run' parameter of privatize must be a name of 1 to 200 characters"):
+        private(books, "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Own(dpscale.Poisson):
+    pass
+
+
+def test_a_sampler_of_ones_own_has_no_known_price(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"'plan' parameter of privatize must be with a sampler of dpscale, to be booked"
+    ):
+        private(make(tmp_path), sampling=Own(size=SIZE, batch=12))
+
+
+def test_runs_without_a_name_get_one_each(tmp_path):
+    books = make(tmp_path)
+    runs = [private(books, None) for _ in range(2)]
+    assert len({run.name for run in books.runs()}) == 2
+    assert all(run.name.startswith("run-") for run in books.runs())
+    del runs
+
+
+def test_what_the_garbage_collector_ends_within_a_transaction_is_ended_after_it(tmp_path):
+    books = make(tmp_path)
+    part, other = (open_run(books, name, plan()) for name in ("first", "second"))
+    part.reserve(1)
+    with books.writing() as db:
+        db.execute("UPDATE total SET admissions = admissions + 1")
+        part.close()
+        assert part._held in booking._later
+    assert row(books).live
+    other.reserve(1)
+    assert not row(books).live and row(books).charged == 1
+    other.close()
+
+
+def test_a_run_that_another_process_took_books_no_more(tmp_path):
+    """Where locks do not work: the ledger says whose the run is."""
+    books = make(tmp_path)
+    run = private(books, steps=40)
+    with books.writing() as db:
+        db.execute("UPDATE runs SET owner = 'another'")
+    with pytest.raises(
+        LedgerError, match=r"Another process has taken the run 'first', or took it for ended.*Nothing was"
+    ):
+        some_steps(run, 1)
+    assert run.steps_taken == 0
+
+
+def test_a_run_that_was_taken_for_ended_must_be_admitted_anew(tmp_path):
+    """Somebody removes the folder of locks: the room of the run may be another's by now."""
+    books = make(tmp_path, epsilon=plan().epsilon(DELTA, steps=8))
+    run = private(books, steps=6)
+    some_steps(run, 1)
+    shutil.rmtree(books.lock_file("first").parent)
+    second = private(books, "second", steps=7)
+    with pytest.raises(LedgerError, match=r"took it for ended, as its lock was gone. Nothing was released"):
+        some_steps(run, 1)
+    assert run.steps_taken == 1
+    train(second, DATA)
+    second.close()
+    assert books.spent().epsilon == books.epsilon
+
+
+@pytest.mark.parametrize("sabotage", [None, "noise", "booking", "saving"])
+def test_kills_leave_the_books_right(tmp_path, sabotage):
+    command = [sys.executable, "benchmarks/faults.py", "--kills", "10" if sabotage is None else "200"]
+    command += ["--folder", str(tmp_path)] + (["--sabotage", sabotage] if sabotage else [])
+    environment = {**os.environ, "PYTHONPATH": str(Path(dpscale.__file__).parent.parent)}
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    told = json.loads(found.stdout)
+    assert (found.returncode, bool(told["faults"])) == ((0, False) if sabotage is None else (1, True)), found
+    if sabotage is None:
+        assert told["kills"] == 10 and 0 <= told["releases"] - told["noise_streams"] <= 10  # killed in between
