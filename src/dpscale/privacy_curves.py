@@ -10,7 +10,7 @@ hockey-stick divergence sup_S P(S) - α Q(S),
 
 Poisson sampling has the first two, whichever is larger; sampling without replacement under replace-one has the third
 (Zhu, Dong & Wang 2022, "Optimal accounting of differential privacy via characteristic function", on subsampling
-under replace-one). dp-accounting has the first two as well, a number at a time: a hundred times slower.
+under replace-one). dp-accounting has the first two as well, but computes one number at a time, which is slow.
 """
 
 import math
