@@ -433,3 +433,20 @@ def test_the_entry_point_prints_json_and_nothing_else():
 def test_the_entry_point_exits_with_2_and_one_line():
     done = process("calibrate", "--epsilon", "-3", *MNIST, "--epochs", "20")
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (("--help",), ("torch", "numpy", "scipy", "dp_accounting")),
+        (("train", "--help"), ("torch", "numpy", "scipy", "dp_accounting")),
+        (("calibrate", "--epsilon", "3", *MNIST, "--epochs", "20"), ("torch",)),
+        (("epsilon", *ONE, *MNIST), ("torch",)),
+    ],
+)
+def test_a_command_loads_nothing_that_it_does_not_need(arguments, absent):
+    code = "import sys\nfrom dpscale.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout
+    loaded = done.stderr.split()
+    assert "dpscale.cli" in loaded and not {*absent} & {*loaded}

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dpscale
-from dpscale.fix import fix
+from dpscale.model_fix import fix
 
 from .engine.cases import check_equal
 from .seeding import seeded

@@ -225,10 +225,36 @@ def test_the_order_is_read_from_the_tree():
 # -- Packages --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dpscale", "dpscale.engine"])
+LAZY = ["dpscale", "dpscale.lab"]
+
+
+@pytest.mark.parametrize("name", [*LAZY, "dpscale.engine"])
 def test_a_package_is_a_list_of_names(name):
     docstring, *body = parsed(name).body
     assert isinstance(docstring, ast.Expr)
     for node in body:
         named = isinstance(node, ast.Assign) and [t.id for t in node.targets] in (["__version__"], ["__all__"])
-        assert named or isinstance(node, (ast.Import, ast.ImportFrom)), ast.unparse(node)[:80]
+        listed = is_for_types(node) and all(isinstance(each, ast.ImportFrom) for each in node.body)
+        assert named or listed or isinstance(node, (ast.Import, ast.ImportFrom)), ast.unparse(node)[:80]
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_names_that_are_imported_when_used_are_those_that_types_are_checked_with(name):
+    (block,) = filter(is_for_types, parsed(name).body)
+    package = importlib.import_module(name)
+    typed = {alias.name: node.module for node in block.body for alias in node.names}
+    assert sorted(typed) == package.__all__ and typed.keys() <= set(dir(package))
+    for each, module in typed.items():
+        assert getattr(package, each) is getattr(importlib.import_module(module), each)
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_no_name_of_a_package_is_that_of_its_module(name):
+    """Whoever imported the module would find it in the name's place."""
+    assert [n for n in importlib.import_module(name).__all__ if f"{name}.{n}" in MODULES] == []
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_package_refuses_names_that_it_does_not_have(name):
+    with pytest.raises(AttributeError, match=f"^module '{name}' has no attribute 'nothing'$"):
+        importlib.import_module(name).nothing  # noqa: B018

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
 
-import torch
-
 _NO_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed", "CUDA error: out of memory")
 """What plain errors of torch say: on the CPU, and on a GPU that others fill."""
 
@@ -25,6 +23,8 @@ def require(ok: bool, owner: str, name: str, must: str, got: Any, action: str = 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, or this machine, has no room for a tensor."""
+    import torch
+
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(told in str(error) for told in _NO_MEMORY)
 
 

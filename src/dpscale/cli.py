@@ -1,7 +1,7 @@
 """The command line: train, compare, calibrate, epsilon, ledger, report, reproduce, data, features.
 
 Results go to stdout and everything else to stderr; ``--json`` makes stdout one JSON document. Bad input is one line
-and exit code 2. What a command does not need is not imported: `calibrate` and `epsilon` load no model and no picture.
+and exit code 2. A command imports what it needs when it is run: ``--help``, `calibrate` and `epsilon` load no torch.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from dpscale.lab import commands
 from dpscale.lab.commands import Json
 from dpscale.lab.datasets.commands import data
-from dpscale.lab.encoders import commands as encoder_commands
+from dpscale.lab.feature_command import features
 from dpscale.lab.ledgers import ledger
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ app.command()(commands.report)
 app.add_typer(commands.reproduce, name="reproduce")
 app.add_typer(data, name="data")
 app.add_typer(ledger, name="ledger")
-app.command()(encoder_commands.features)
+app.command()(features)
 
 
 def main() -> None:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from dpscale.checks import complaint, require, require_choice, require_count, require_positive, require_probability
-from dpscale.momentum import MOMENTA, Momentum
 from dpscale.sampling import SAMPLERS, Accountant, Adjacency, Sampling
 from dpscale.scaling import RULES, Scaling
 
-if TYPE_CHECKING:  # it takes as long to import as torch, and training does without it
+if TYPE_CHECKING:  # slow to import: training does without dp_accounting, and a plan without torch
     import dp_accounting
+
+    from dpscale.momentum import Momentum
 
 _ADJACENCY_WORDS: dict[Adjacency, str] = {
     "add-remove": "two datasets are neighbours if one has one sample more than the other",
@@ -75,7 +76,7 @@ class Plan:
     epochs: float | None = None
     noise_multiplier: float | None = None
     delta: float | None = None
-    momentum: Momentum | None = None
+    momentum: "Momentum | None" = None
     accountant: Accountant = "pld"
     unsafe_no_noise: bool = False
 
@@ -86,6 +87,8 @@ class Plan:
             self._check_delta("Plan", self.delta)
         require_choice("Plan", "accountant", self.accountant, Accountant, action="'pld' is the tighter one.")
         if self.momentum is not None:
+            from dpscale.momentum import MOMENTA, Momentum
+
             must = f"one of {', '.join(momentum.__name__ for momentum in MOMENTA.values())}, or None"
             require(isinstance(self.momentum, Momentum), "Plan", "momentum", must, self.momentum)
             self.momentum.check(self.sampling)
@@ -236,6 +239,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, ready for JSON."""
+        from dpscale.momentum import MOMENTA
+
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         plain |= {"scaling": _named(self.scaling, RULES), "sampling": _named(self.sampling, SAMPLERS)}
         plain["momentum"] = None if self.momentum is None else _named(self.momentum, MOMENTA)
@@ -253,6 +258,8 @@ class Plan:
             >>> Plan.from_dict(plan.to_dict()) == plan
             True
         """
+        from dpscale.momentum import MOMENTA
+
         known = {**plain, "scaling": built(plain["scaling"], RULES), "sampling": built(plain["sampling"], SAMPLERS)}
         known["momentum"] = None if plain["momentum"] is None else built(plain["momentum"], MOMENTA)
         return Plan(**(known | ({} if known["epochs"] is None else {"steps": None})))
@@ -301,7 +308,7 @@ def _up(epsilon: float) -> str:
     return f"{math.ceil(epsilon * 1000) / 1000:g}" if epsilon < 1000 else f"{math.ceil(epsilon)}"
 
 
-def _named(value: Scaling | Sampling | Momentum, registry: dict[str, Any]) -> dict[str, Any]:
+def _named(value: "Scaling | Sampling | Momentum", registry: dict[str, Any]) -> dict[str, Any]:
     names = {registered: name for name, registered in registry.items()}
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
     # Strict JSON has no infinity; Clip(C=inf) is the only one that can occur.

@@ -17,11 +17,12 @@ Equation numbers are those of the DP-PSASC paper.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from dpscale.checks import require, require_positive
+
+if TYPE_CHECKING:  # a plan is made, and its cost computed, without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +45,17 @@ class Scaling(ABC):
     def __post_init__(self) -> None:
         require_positive(type(self).__name__, "C", self.C)
 
-    def weight(self, norms: Tensor) -> Tensor:
+    def weight(self, norms: "Tensor") -> "Tensor":
         """Weights of samples whose gradients have the given norms, in float32 or wider."""
+        import torch
+
         norms = norms.to(torch.promote_types(norms.dtype, torch.float32))
         finite = torch.isfinite(norms)
         weights = self._weight(torch.where(finite, norms, 0.0))
         return torch.where(finite, weights, 0.0)
 
     @abstractmethod
-    def _weight(self, x: Tensor) -> Tensor: ...
+    def _weight(self, x: "Tensor") -> "Tensor": ...
 
     @property
     def bound(self) -> float:
@@ -77,6 +80,7 @@ class Clip(Scaling):
     ``C=math.inf`` switches the clip off; only a plan without noise accepts it, since its bound is infinite.
 
     Example:
+        >>> import torch
         >>> Clip(C=1.0).weight(torch.tensor([0.5, 2.0]))
         tensor([1.0000, 0.5000])
     """
@@ -84,9 +88,9 @@ class Clip(Scaling):
     def __post_init__(self) -> None:
         require_positive("Clip", "C", self.C, finite=False)
 
-    def _weight(self, x: Tensor) -> Tensor:
+    def _weight(self, x: "Tensor") -> "Tensor":
         # 1/max(1, x/C) rather than min(1, C/x): right at x = 0 and at C = inf without a special case.
-        return torch.clamp(x / self.C, min=1.0).reciprocal()
+        return (x / self.C).clamp(min=1.0).reciprocal()
 
     @property
     def peak_weight(self) -> float:
@@ -99,6 +103,7 @@ class AutoS(Scaling):
     """Automatic clipping (Auto-S, NSGD): w(x) = C/(x + r), eq. 2 (the paper has C = 1).
 
     Example:
+        >>> import torch
         >>> AutoS(C=1.0, r=0.5).weight(torch.tensor([0.0, 0.5]))
         tensor([2., 1.])
     """
@@ -109,7 +114,7 @@ class AutoS(Scaling):
         super().__post_init__()
         _require_stabiliser("AutoS", self.r)
 
-    def _weight(self, x: Tensor) -> Tensor:
+    def _weight(self, x: "Tensor") -> "Tensor":
         return self.C / (x + self.r)
 
     @property
@@ -131,6 +136,7 @@ class PSASC(Scaling):
         r: stabiliser. s·r must be < 1, or the weight has no interior peak and falls from C on.
 
     Example:
+        >>> import torch
         >>> rule = PSASC(C=0.25, s=0.5, r=0.01)
         >>> rule.bound
         0.5
@@ -149,7 +155,7 @@ class PSASC(Scaling):
         must = f"such that s*r < 1 (here s = {self.s:g}, so r < {1 / self.s:g})"
         require(self.s * self.r < 1, owner, "r", must, self.r, "Take a smaller r; the paper uses 1e-4 to 1e-2.")
 
-    def _weight(self, x: Tensor) -> Tensor:
+    def _weight(self, x: "Tensor") -> "Tensor":
         return self.C / (self.s * x + self.r / (x + self.r))
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from dpscale.fix import fix
+from dpscale.model_fix import fix
 
 from ..seeding import seeded
 from .cases import loss_fn

@@ -1,4 +1,7 @@
-"""The commands that run experiments: train, compare, report, reproduce. `dpscale.cli` puts them on the command line."""
+"""The commands that run experiments: train, compare, report, reproduce. `dpscale.cli` puts them on the command line.
+
+Each imports what it needs when it is run: modules of commands are imported for every command, and for ``--help``.
+"""
 
 import dataclasses
 import json
@@ -9,15 +12,16 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpscale.lab import presets
 from dpscale.lab.options import Encoder, Epochs, Folder, Values, configured, experiment
-from dpscale.lab.presets import Config
 
-MOST_SEEDS = presets.SEARCH_SEED  # final runs count theirs from 0
+if TYPE_CHECKING:
+    from dpscale.lab.presets import Config
+
+MOST_SEEDS = 1000  # final runs count theirs from 0; the next one is `presets.SEARCH_SEED`
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of records and report; default: runs/PRESET.")]
 Tune = Annotated[
@@ -39,7 +43,7 @@ reproduce = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @experiment()
 def train(
-    config: Config,
+    config: "Config",
     method: Annotated[str, typer.Option(help="Name of a method, such as dp-psasc, dp-sgd, non-private.")] = "dp-psasc",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of initialisation, batches and noise.")] = 0,
     out: Out = None,
@@ -72,7 +76,7 @@ def train(
 
 @experiment(tune=Tune)
 def compare(
-    config: Config,
+    config: "Config",
     methods: Annotated[str | None, typer.Option(help="Comma-separated names; default: all, with controls.")] = None,
     seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Number of seeds per method.")] = 5,
     out: Out = None,
@@ -200,7 +204,7 @@ def table1(presets_: PresetList = None, as_json: Json = False) -> None:
     """
     from rich.console import Console
 
-    from dpscale.lab import display, paper
+    from dpscale.lab import display, paper, presets
 
     found = paper.settings([presets.preset(name) for name in _names(presets_)])
     if as_json:
@@ -327,7 +331,7 @@ def _experiments(
 
 
 def _names(names: str | None) -> list[str]:
-    from dpscale.lab import paper
+    from dpscale.lab import paper, presets
 
     given = paper.PRESETS if names is None else (name.strip() for name in names.split(","))
     wanted = list(dict.fromkeys(given))

@@ -8,14 +8,14 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from dpscale.checks import require
-from dpscale.lab import presets
-from dpscale.lab.presets import Config
+
+if TYPE_CHECKING:
+    from dpscale.lab.presets import Config
 
 log = logging.getLogger("dpscale")
 
@@ -116,11 +116,13 @@ def configured(
     values: list[str] | None,
     own: Mapping[str, Any] | None = None,
     **changes: Any,
-) -> Config:
+) -> "Config":
     """The preset with what the command line changes; a momentum that is given is not searched.
 
     ``own`` is what the command itself changes, unless ``--set`` says otherwise.
     """
+    from dpscale.lab import presets
+
     if data is not None:
         os.environ["DPSCALE_DATA"] = str(data)  # for the processes of a comparison too
     given = _values(values or [])
@@ -160,9 +162,11 @@ def _require_agreement(rate: float | None, changes: Mapping[str, Any], given: Ma
             raise ValueError(f"{what} {told}, so that {name} would do nothing. Leave out one of the two.")
 
 
-def _on_this_device(config: Config, *, asked: bool) -> Config:
+def _on_this_device(config: "Config", *, asked: bool) -> "Config":
     """The configuration as it can run here: without a GPU a preset's bf16 is float32, and one that was asked for is
     refused."""
+    import torch
+
     if config.precision != "bf16" or torch.cuda.is_available():
         return config
     if asked:
@@ -173,6 +177,8 @@ def _on_this_device(config: Config, *, asked: bool) -> Config:
 
 def _values(given: list[str]) -> dict[str, Any]:
     """What ``--set NAME=VALUE`` says: JSON, or else plain text."""
+    from dpscale.lab.presets import Config
+
     known = {field.name for field in dataclasses.fields(Config)} - {"preset"}
     found: dict[str, Any] = {}
     for text in given:

@@ -11,7 +11,7 @@ from dpscale.checks import quiet
 from dpscale.engine import Engine, LossFn, UnsupportedModel, batch_size, check_losses, require_finite, trainable
 from dpscale.engine.modules import structure
 from dpscale.engine.verify.look import Subject
-from dpscale.fix import fixable
+from dpscale.model_fix import fixable
 
 
 @dataclass(frozen=True)

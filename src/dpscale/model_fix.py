@@ -28,7 +28,7 @@ def fix(model: nn.Module, groups: int = 32) -> list[str]:
         one line per changed layer: its name, what it was and what it is. Empty if nothing had to be changed.
 
     Example:
-        >>> from torch import nn; from dpscale.fix import fix
+        >>> from torch import nn; from dpscale.model_fix import fix
         >>> model = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.ReLU())
         >>> fix(model)
         ['1: BatchNorm2d(48) -> GroupNorm(24, 48)']
