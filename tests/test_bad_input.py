@@ -8,10 +8,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpscale
+from dpscale.batches import Padding
 from dpscale.engine.engine import engine_of
+from dpscale.shapes import Sizes
 
 from .engine.cases import check_sample_by_sample
-from .helpers import SIZE, data, loss_fn, mlp, plan, private, vector
+from .helpers import SIZE, data, loss_fn, mlp, plan, private, train, vector
 
 RULE = dpscale.Clip(C=1.0)
 
@@ -214,10 +216,45 @@ def test_out_of_memory_suggests_a_micro_batch():
         torch.empty(2**60)  # more than any machine has
         return loss_fn(model, drawn)
 
-    with pytest.raises(MemoryError, match=r"micro-batch of 16 rows does not fit.*Nothing was released.*micro_batch=8"):
+    with pytest.raises(MemoryError, match=r"micro-batch of 1 rows does not fit.*Nothing was released.*micro_batch=1"):
         for drawn in run.batches(data()):
             run.step(drawn, hungry)
     unchanged(run)
+    with pytest.raises(MemoryError, match=r"micro-batch of \d\d rows does not fit.*Call privatize.*micro_batch=\d"):
+        drawn = next(batches := run.batches(data()))
+        run.backward(Hungry.apply(loss_fn(run.model, drawn)))
+    assert len(batches) == run.steps - 1 and run.steps_taken == 0
+
+
+class Hungry(torch.autograd.Function):
+    """Has no room for a backward."""
+
+    @staticmethod
+    def forward(ctx, losses):
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        torch.empty(2**60)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_batch_that_does_not_fit_is_split_by_itself(caplog, compile):
+    def hungry(model, drawn):
+        if len(drawn[0]) > 6:
+            torch.empty(2**60)
+        return loss_fn(model, drawn)
+
+    run, other = private(compile=False), private(compile=False)
+    if compile:  # pads as for a compiled step, and compiles nothing
+        run._padding = Padding(Sizes.of(run.plan.sampling))
+        run._engine._compiled = lambda *args, **kwargs: None
+    with caplog.at_level("WARNING", logger="dpscale"):
+        found = train(run, loss=hungry)
+    torch.testing.assert_close(found, train(other), rtol=1e-5, atol=1e-6)
+    told = [record.getMessage() for record in caplog.records]
+    assert 1 <= len(told) <= 3 and "do not fit into memory, so batches go in parts of" in told[-1]
+    assert run._micro_batch <= 6
 
 
 @torch.library.custom_op("dpscale_test::by_batch_size", mutates_args=())

@@ -21,6 +21,7 @@ from dpscale.checks import complaint, out_of_memory, require, require_count
 from dpscale.distributed import Description, Ranks, data_terms, unwrapped
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
 from dpscale.engine.compat import foreach_add_, foreach_div_, tree_map
+from dpscale.engine.compile.worth import Worth
 from dpscale.engine.modules import Structure, structure
 from dpscale.guard import Guard, wrapped
 from dpscale.ledger import BudgetExhausted, Ledger
@@ -71,7 +72,7 @@ class Private:
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, plan: Plan, key: Key, micro_batch: int | None,
-        compile: bool, ranks: Ranks,
+        compile: bool | Worth, ranks: Ranks,
     ) -> None:  # fmt: skip
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._state = RunState()
@@ -84,7 +85,7 @@ class Private:
         self._structure: Structure | None = None
         self._description = Description()
         this = ref(self)
-        ranks.record_when(lambda: (run := this()) is not None and run.waiting, compile)
+        ranks.record_when(lambda: (run := this()) is not None and run.waiting, bool(compile))
         self._parameters()
 
     @property
@@ -427,7 +428,8 @@ class Private:
                 draw = self._claim_draw(batch, rows_of(data), parameters)
                 momentum = self._momentum_state(parameters, len(draw.mask))
                 batch = batch if isinstance(batch, Batch) else Batch(data, draw)
-                out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
+                with self._engine.timed():
+                    out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
                 report = self._book(draw, out)
             self._release(draw, out, parameters, momentum)
         self.optimizer.step()
@@ -480,12 +482,29 @@ class Private:
         return draw
 
     def _summed(self, batch: Batch, loss_fn: LossFn, parameters: Parameters, momentum: MomentumState) -> ScaledSum:
-        """The sum over the samples drawn, micro-batch by micro-batch."""
+        """The sum over the samples drawn; in smaller parts, from now on, where it does not fit into memory."""
+        while True:
+            try:
+                return self._in_parts(batch, loss_fn, parameters, momentum)
+            except TooLarge as error:
+                tried, rows = error.rows, error.rows // 2
+                if rows == 0 or self._per_sample:  # whose memory holds a part of the batch already
+                    raise
+            self._micro_batch = rows
+            if self._padding is not None:
+                self._padding = Padding(Sizes.of(self.plan.sampling, rows, self._ranks.size))
+            log.warning(
+                "dpscale: %d rows do not fit into memory, so batches go in parts of %d from here on, with the same "
+                "result. privatize(..., micro_batch=%d) begins with that.", tried, rows, rows,
+            )  # fmt: skip
+
+    def _in_parts(self, batch: Batch, loss_fn: LossFn, parameters: Parameters, momentum: MomentumState) -> ScaledSum:
+        """The same, micro-batch by micro-batch."""
         data, count = batch.data, len(batch.draw.mask)
         if not batch.draw.mask.any():
             return _nothing(parameters, device_of(data), self.plan.bound)
         points = momentum.points()
-        padding = None if self._per_sample else self._padding
+        padding = self._padding if self._engine.compiles and not self._per_sample else None
         split = (padding.sizes if padding else Sizes((self._micro_batch or count,))).parts(count)
         parts: list[ScaledSum] = []
         rest = [part_of(data, rows, count) for rows, _ in split[1:]] if batch.singles else []
@@ -631,9 +650,10 @@ def privatize(
             do not depend on it. For a compiled step, Poisson draws are padded to a few sizes: 512 rows on average to
             524. In a loop of your own the forward is yours, on the rows drawn.
         compile: trace and compile `Private.step` at its first batch, which takes from seconds to a minute and pays over
-            a long run. None: on CUDA only. What cannot be compiled runs eagerly, with one line that says why. Numbers
-            that ``loss_fn`` reads from attributes of objects that are no modules of the model are taken as they are at
-            that first batch.
+            a long run. None: on CUDA, and on the CPU once it is seen that minutes of steps are left (not with a seed: a
+            run that is compiled midway, at a moment that the clock decides, cannot be reproduced). What cannot be
+            compiled runs eagerly, with one line that says why. Numbers that ``loss_fn`` reads from attributes of
+            objects that are no modules of the model are taken as they are when it is compiled.
         ledger: where all runs on these data are booked. A plan that does not fit into what is left of its total is
             refused, and so is the step that could not be written down.
         run: the name of this run in the ledger, under which it is resumed. None: a new one.
@@ -672,9 +692,11 @@ def privatize(
 
     with ranks.whole(), ranks.together("privatize", terms):
         _check_arguments(model, optimizer, plan, micro_batch)
+        asked = compile
         if compile is None:
             compile = all(p.is_cuda for p in model.parameters())
-        private = Private(model, optimizer, plan, key, micro_batch, compile, ranks)
+        decides = None if compile or asked is not None or seed is not None or ranks.size > 1 else Worth(plan.steps or 0)
+        private = Private(model, optimizer, plan, key, micro_batch, decides or compile, ranks)
         if ledger is not None and ranks.rank == 0:  # one of them books for all
             private._state.booking = open_run(ledger, run, plan)
     if ledger is not None:
@@ -708,6 +730,17 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, stored: Callable[[Te
             "Add them, or freeze them with requires_grad_(False): they count in every norm.")  # fmt: skip
 
 
+class TooLarge(MemoryError):
+    """So many rows do not fit into memory."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(
+            f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. Call privatize(..., "
+            f"micro_batch={max(1, rows // 2)}) and private.step(batch, loss_fn): the result does not depend on it."
+        )
+        self.rows = rows
+
+
 @contextmanager
 def _memory_advice(rows: int) -> Iterator[None]:
     """Say what to do when a micro-batch does not fit."""
@@ -716,10 +749,7 @@ def _memory_advice(rows: int) -> Iterator[None]:
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        raise MemoryError(
-            f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. Call privatize(..., "
-            f"micro_batch={max(1, rows // 2)}) and private.step(batch, loss_fn): the result does not depend on it."
-        ) from error
+        raise TooLarge(rows) from error
 
 
 def _copied(value: Any) -> Any:

@@ -7,7 +7,8 @@ when it was looked at, what was compiled.
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +33,7 @@ from dpscale.engine.by_sample import sum_by_sample
 from dpscale.engine.combine import ScaledSum, combine, evaluate, exactly, gradients
 from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.compile.step import Backend, CompiledSum, Setting
+from dpscale.engine.compile.worth import Worth
 from dpscale.engine.errors import PassedBy
 from dpscale.engine.identity import code_of
 from dpscale.engine.modules import Structure, structure
@@ -69,18 +71,20 @@ class Engine:
 
     Args:
         model: any module that treats samples apart. It is not kept alive.
-        compile: trace and compile the step at its first batch; or what compiles the traced graph.
+        compile: trace and compile the step at its first batch; or what compiles the traced graph; or what decides in
+            the course of the run whether to.
         any_size: compile it once for batches of any size, if that can be done, by the example of so many rows. 0: for
             each size.
     """
 
-    def __init__(self, model: nn.Module, *, compile: bool | Backend = False, any_size: int = 0) -> None:
+    def __init__(self, model: nn.Module, *, compile: bool | Backend | Worth = False, any_size: int = 0) -> None:
         self._model = weakref.ref(model)
         self._sites = Sites()
         self._schedule = Schedule()
         self._looked: dict[Any, Looked] = {}
         self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
-        backend = inductor if compile is True else compile
+        self._worth = compile if isinstance(compile, Worth) else None
+        backend = inductor if compile is True or isinstance(compile, Worth) else compile
         self._compiled = CompiledSum(model, backend, any_size) if backend else None
         self.recorder = Recorder(self)
 
@@ -92,6 +96,11 @@ class Engine:
         return model
 
     @property
+    def compiles(self) -> bool:
+        """Whether sums are compiled now, where they can be."""
+        return self._compiled is not None if self._worth is None else self._worth.compile
+
+    @property
     def sites(self) -> Sites:
         """Where the samples are in each operation that parameters meet."""
         return self._sites
@@ -100,6 +109,14 @@ class Engine:
         """Why the rows of such a model and loss cannot be attributed to samples, if they cannot."""
         found = self._obstacles.get(kind)
         return None if found is None else found.obstacle
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """The sums of one step, from whose time it is decided whether to compile."""
+        begin = time.perf_counter()
+        yield
+        if self._worth is not None:
+            self._worth.took(time.perf_counter() - begin)
 
     def scaled_sum(
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor | None = None, points: Points | None = None, *,
@@ -134,7 +151,7 @@ class Engine:
                 if kind in self._obstacles:
                     break
                 try:
-                    if self._compiled is not None and change is None:
+                    if self._compiled is not None and self.compiles and change is None:
                         out = self._compiled(setting, run, batch, rule, mask, points, self._sites, keep=keep)
                         if out is not None:
                             return out
