@@ -1,5 +1,7 @@
 """Train PyTorch models with differential privacy by scaling per-sample gradients."""
 
+from dpscale.advise import Advice as Advice
+from dpscale.advise import advise as advise
 from dpscale.batches import Batch as Batch
 from dpscale.check import CheckReport as CheckReport
 from dpscale.check import check as check
@@ -13,6 +15,7 @@ from dpscale.momentum import InnerOuter as InnerOuter
 from dpscale.momentum import PerSampleEMA as PerSampleEMA
 from dpscale.momentum import over_views as over_views
 from dpscale.momentum import views as views
+from dpscale.one_call import make_private as make_private
 from dpscale.plan import Plan as Plan
 from dpscale.sampling import FixedSize as FixedSize
 from dpscale.sampling import FullBatch as FullBatch

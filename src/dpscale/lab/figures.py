@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from dpscale.advise import Advice, duration, short
 from dpscale.lab import records as files
 from dpscale.lab.paper import Experiment
 from dpscale.lab.presets import METHODS
@@ -358,6 +359,51 @@ def _svg(figure: Figure, name: str, **options: Any) -> str:
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         figure.savefig(stream, format="svg", metadata={"Date": None}, **options)
     return stream.getvalue()
+
+
+def noise_budget(advice: Advice) -> Figure:
+    """Cumulative noise over cost, a line per batch size; the advised setting and the knee are marked."""
+    effort = "seconds" if advice.effort == "samples" and advice.seconds is not None else advice.effort
+    words = {"seconds": "cost: time", "samples": "cost: samples computed", "batch": "batch, at the epochs given"}
+    figure, axes = _axes(words[effort], "cumulative noise ÷ full-batch floor")
+    figure.set_size_inches(6.6, 4.4)
+    batches = sorted({row.batch for row in advice.table})
+    with matplotlib.rc_context(_STYLE):
+        for place, batch in enumerate(batches):
+            rows = sorted((row for row in advice.table if row.batch == batch), key=lambda row: row.samples)
+            colour = matplotlib.colormaps["viridis"](0.9 * place / max(1, len(batches) - 1))
+            axes.plot([getattr(row, effort) for row in rows], [row.over_floor for row in rows], "o-", color=colour,
+                      markersize=4, label=f"{batch:,}")  # fmt: skip
+        told = f"within {advice.within:.0%} of the floor"
+        axes.axhspan(1, 1 + advice.within, color=GRID, alpha=0.6, linewidth=0, zorder=0, label=told)
+        for name, row, mark, ink in (("knee", advice.knee, "D", SERIES[2]), ("advised", advice, "*", WARN)):
+            size = 260 if mark == "*" else 90
+            told = f"{name}: batch {row.batch:,}, {row.epochs:g} epochs"
+            axes.scatter([getattr(row, effort)], [row.over_floor], marker=mark, s=size, facecolor="none" if mark == "D"
+                         else ink, edgecolor=ink, linewidth=2, zorder=3, label=told)  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=12))
+        axes.xaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: duration(value) if effort == "seconds" else short(value))
+        )
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.1, 1.5, 2.0, 3.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        _noise_legends(axes, len(batches))
+        axes.set_title(
+            f"{advice.size:,} samples, ε = {advice.epsilon:g}, δ = {advice.delta:g}", loc="left", fontsize=11
+        )
+    return figure
+
+
+def _noise_legends(axes: Axes, lines: int) -> None:
+    """Batch sizes beside the picture; what is marked, inside."""
+    handles, labels = axes.get_legend_handles_labels()
+    marks = axes.legend(handles[lines:], labels[lines:], loc="upper right")
+    axes.add_artist(marks)
+    axes.legend(handles[:lines], labels[:lines], title="batch", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def png(figure: Figure, dpi: int = 150) -> bytes:
