@@ -6,7 +6,7 @@ with the batch and the epochs, towards the *floor*: what a run on full batches h
 
     floor = σ₁/size,   σ₁: the noise of a single Gaussian release at (ε, δ).
 
-In between, ν/floor is about 1 + 1/(4σ²): noise below about 1 is overpaid. A run costs B·T samples. Since full batches
+In between, ν/floor is 1 + 1/(4σ²) or more: noise below about 1 is overpaid. A run costs B·T samples. Since full batches
 are at the floor with a single step, a planner must be told how many steps an optimizer needs: ``least_steps``.
 
 The same reasoning is in Sander et al., "TAN without a burn" (2023).
@@ -294,7 +294,7 @@ def _grid(
     """Lines of settings, each from much noise to little."""
     if batch is not None:
         return [_longer(size, batch, least_steps, LONGEST)]
-    # ν/floor is about 1 + 1/(4σ²), and σ at least σ₁·rate·√T: with 3.5 for it, next to nothing is left to gain.
+    # ν/floor is nearly 1 + 1/(4σ²), and σ at least σ₁·rate·√T: with 3.5 for it, next to nothing is left to gain.
     root = 3.5 / sigma_once / math.sqrt(least_steps if epochs is None else epochs)
     rate = root if epochs is None else root**2  # T is epochs/rate
     batches = sorted({size, *(2**k for k in range(size.bit_length()))})
