@@ -125,9 +125,12 @@ def test_other_wishes_change_the_choice():
     epochs = advise(size=60_000, epsilon=3, delta=1e-5, epochs=5)
     assert {row.epochs for row in epochs.table} == {5} and epochs.batch == epochs.knee.batch == 512
     assert not epochs.reached and epochs.effort == "batch"
+    longer = advise(size=60_000, epsilon=3, delta=1e-5, epochs=50)
+    assert (longer.batch, longer.steps) == (2048, 1465) and longer.knee.batch < 2048
     batch = advise(size=60_000, epsilon=3, delta=1e-5, batch=512)
     assert {row.batch for row in batch.table} == {512} and (batch.epochs, batch.steps) == (18, 2110)
     rdp = advise(size=60_000, epsilon=3, delta=1e-5, epochs=5, accountant="rdp")
+    assert all(row.exact for row in rdp.table)
     assert rdp.noise_multiplier > epochs.noise_multiplier and rdp.plan(scaling=dpscale.Clip()).accountant == "rdp"
 
 
@@ -145,6 +148,7 @@ def test_data_of_a_few_samples_end_at_the_full_batch():
         ({"epsilon": 0}, "'epsilon' parameter of advise must be a finite number > 0. Got 0 instead. It is the privacy"),
         ({"epsilon": math.inf}, "'epsilon' parameter of advise must be a finite number > 0. Got inf"),
         ({"delta": 1}, r"'delta' parameter of advise must be a number in \(0, 1\). Got 1 instead. Take it well below"),
+        ({"delta": 1e-11}, "'delta' parameter of advise must be >= 1e-10. Got 1e-11 instead. Below, RDP alone answers"),
         ({"batch": 0}, "'batch' parameter of advise must be an integer >= 1. Got 0"),
         ({"batch": 101}, "'batch' parameter of advise must be at most size = 100. Got 101 instead. Take a smaller"),
         ({"epochs": -1}, "'epochs' parameter of advise must be a finite number > 0. Got -1"),
@@ -264,6 +268,7 @@ def test_one_call_with_a_loader_keeps_what_does_not_sample(caplog):
     loader = DataLoader(data(), batch_size=7, shuffle=True, collate_fn=collate)
     with caplog.at_level(logging.WARNING, "dpscale"):
         run = made(loader, epochs=2, batch=12, seed=0)
+        made(data(), epochs=2, batch=12)  # has no sampler to replace
     (line,) = caplog.messages
     assert "Poisson draws of 12 samples on average, from all 60, take the place of the DataLoader's sampler" in line
     assert torch.equal(trained(run), trained(made(data(), epochs=2, batch=12, seed=0)))

@@ -180,8 +180,8 @@ def advise(
         size: number of samples, a public constant.
         epsilon, delta: the budget, all of which is spent.
         batch: look for the epochs at this batch. Then the knee is advised: the floor may be out of reach.
-        epochs: look for the batch at this number of epochs. Larger ones cost no more and leave fewer steps, so the knee
-            is advised here too, and ``least_steps`` is not heeded.
+        epochs: look for the batch at this number of epochs. Larger ones cost no more and leave fewer steps. What is
+            advised is the largest with ``least_steps`` steps, or the knee where that is larger.
         least_steps: fewer would not train the model. Runs that did well had 500 (a linear layer) to 1,400 steps
             (networks from scratch).
         within: how far above the floor the noise may be.
@@ -200,10 +200,10 @@ def advise(
     grid = _grid(size, batch, epochs, least_steps, calibrated.sigma_once)
     table = sorted((row for line in grid for row in _scanned(line, calibrated)), key=_cost)
     limit = 1 + within if batch is None and epochs is None else None
-    if limit is not None and (between := _chosen(table, limit).batch * 3 // 4) > 0:
+    if limit is not None and (between := _chosen(table, limit, least_steps).batch * 3 // 4) > 0:
         table += _scanned(_longer(size, between, least_steps, 1), calibrated)
         table.sort(key=_cost)
-    while not (chosen := _chosen(table, limit)).exact:
+    while not (chosen := _chosen(table, limit, least_steps)).exact:
         table[table.index(chosen)] = calibrated.exact(chosen.batch, chosen.epochs)
         table.sort(key=_cost)
     return Advice(
@@ -218,7 +218,11 @@ def _check(
 ) -> None:  # fmt: skip
     require_count("advise", "size", size, action="Pass len(dataset).")
     require_positive("advise", "epsilon", epsilon, action="It is the privacy budget; 1 to 10 is usual.")
+    from dpscale.privacy_curves import LEAST_DELTA  # not above: it imports the accountant
+
     require_probability("advise", "delta", delta, action="Take it well below 1/size, such as 1e-5.")
+    require(delta >= LEAST_DELTA or accountant == "rdp", "advise", "delta", f">= {LEAST_DELTA:g}", delta,
+            "Below, RDP alone answers: pass accountant='rdp'.")  # fmt: skip
     require(batch is None or epochs is None, "advise", "epochs", "left out when batch is given", epochs,
             "With both there is nothing to advise: give them to Plan.")  # fmt: skip
     if batch is not None:
@@ -261,7 +265,9 @@ class _Calibration:
         return self._setting(batch, epochs, steps, sigma, True)
 
     def estimate(self, batch: int, epochs: float) -> Setting:
-        """With a σ that is good enough to compare; never below the floor's."""
+        """With a σ that is good enough to compare; never below the floor's. RDP is quick, and needs no estimate."""
+        if self.accountant == "rdp":
+            return self.exact(batch, epochs)
         rate, steps = batch / self.size, Poisson(size=self.size, batch=batch).steps(epochs)
         least = self.sigma_once * rate * math.sqrt(steps)
         sigma = _estimated(rate, steps, self.epsilon, self.delta, least) if rate < 1 else least
@@ -324,13 +330,17 @@ def _cost(row: Setting) -> tuple[int, float]:
     return row.samples, row.cumulative_noise
 
 
-def _chosen(table: Sequence[Setting], limit: float | None) -> Setting:
-    """The cheapest within the limit, or the knee. Close calls count as within until they are calibrated."""
+def _chosen(table: Sequence[Setting], limit: float | None, least_steps: int) -> Setting:
+    """The cheapest within the limit. Close calls count as within until they are calibrated.
+
+    Without a limit it is the knee. Where all cost the same, whatever has enough steps and less noise is better still.
+    """
     if limit is not None:
         for row in table:
             if row.over_floor <= (limit if row.exact else limit * (1 + SLACK)):
                 return row
-    return _knee(table)
+    longer = [row for row in table if row.steps >= least_steps] if _effort(table) == "batch" else []
+    return min([_knee(table), *longer], key=lambda row: row.cumulative_noise)
 
 
 def _effort(table: Sequence[Setting]) -> Literal["samples", "batch"]:

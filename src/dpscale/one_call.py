@@ -44,7 +44,7 @@ def make_private(
             is logged. A loader that leaves samples out is refused, since the plan draws from all of them.
         epsilon, delta: the budget.
         epochs, batch: passes over the data and expected batch size. `advise` decides what is left open: both by the
-            cumulative noise and the cost; one of them by the knee.
+            cumulative noise and the cost; one of them where more of it gains little.
         scaling: None: ``PSASC(C=0.5, s=0.5, r=1e-3)``. Rules that are tuned alike come out alike, so the paper's is as
             good as any. Its bound is C/s = 1: under SGD, the learning rate is then the normalized one, of which
             `Advice.rates` says a range.
