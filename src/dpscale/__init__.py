@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from dpscale.lazy import on_demand
 
 if TYPE_CHECKING:
+    from dpscale.advice import Advice as Advice
+    from dpscale.advice import advise as advise
     from dpscale.batches import Batch as Batch
     from dpscale.engine import ScaledSum as ScaledSum
     from dpscale.engine import UnsupportedModel as UnsupportedModel
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from dpscale.momentum import PerSampleEMA as PerSampleEMA
     from dpscale.momentum import over_views as over_views
     from dpscale.momentum import views as views
+    from dpscale.one_call import make_private as make_private
     from dpscale.plan import Plan as Plan
     from dpscale.sampling import FixedSize as FixedSize
     from dpscale.sampling import FullBatch as FullBatch
@@ -37,12 +40,14 @@ else:
     __getattr__, __dir__, __all__ = on_demand(
         __name__,
         {
+            "advice": "Advice advise",
             "batches": "Batch",
             "engine": "ScaledSum UnsupportedModel scaled_sum",
             "ledger": "BudgetExhausted Ledger LedgerError",
             "model_check": "CheckReport check",
             "model_fix": "fix",
             "momentum": "DiSK HeavyBall InnerOuter PerSampleEMA over_views views",
+            "one_call": "make_private",
             "plan": "Plan",
             "sampling": "FixedSize FullBatch Poisson Shuffled",
             "scaling": "PSAC PSASC AutoS Clip",

@@ -1,4 +1,4 @@
-"""The command line: train, compare, calibrate, epsilon, ledger, report, reproduce, data, features.
+"""The command line: plan, train, compare, calibrate, epsilon, ledger, report, reproduce, data, features.
 
 Results go to stdout and everything else to stderr; ``--json`` makes stdout one JSON document. Bad input is one line
 and exit code 2. A command imports what it needs when it is run: ``--help``, `calibrate` and `epsilon` load no torch.
@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from enum import StrEnum
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -153,6 +154,45 @@ def epsilon_(
         sampler, size, batch, epochs=epochs, steps=steps, accountant=accountant, noise_multiplier=noise_multiplier
     )
     _print_plan(plan, sampler, delta, as_json)
+
+
+@app.command()
+def plan(
+    size: Size,
+    epsilon: Annotated[float, typer.Option(help="Privacy budget.")],
+    delta: Annotated[float, typer.Option(help="Probability outside of it; well below 1/size.")],
+    batch: Annotated[int | None, typer.Option(help="Find the epochs for this expected batch size.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Find the batch for so many passes over the data.")] = None,
+    least_steps: Annotated[int, typer.Option(help="Fewer optimizer steps would not train the model.")] = 1000,
+    within: Annotated[float, typer.Option(help="How far above the floor the noise may be.")] = 0.1,
+    throughput: Annotated[float | None, typer.Option(help="Samples a second of a private step: costs in time.")] = None,
+    accountant: AccountantOption = Accountant.pld,
+    picture: Annotated[Path | None, typer.Option(help="Draw noise over cost into this PNG file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which batch and how many epochs a budget is best spent on. It looks at no data.
+
+    \b
+    Example:
+      dpscale plan --size 60000 --epsilon 3 --delta 1e-5
+      dpscale plan --size 60000 --epsilon 3 --delta 1e-5 --throughput 20000 --picture noise.png
+    """
+    from dpscale.advice import advise
+
+    if picture is not None and picture.suffix != ".png":
+        raise ValueError(f"--picture {picture} must end in .png.")
+    advice = advise(
+        size=size, epsilon=epsilon, delta=delta, batch=batch, epochs=epochs, least_steps=least_steps, within=within,
+        throughput=throughput, accountant=accountant.value,
+    )  # fmt: skip
+    if picture is not None:
+        from dpscale.lab import figures
+
+        picture.write_bytes(figures.png(figures.noise_budget(advice)))
+    if as_json:
+        commands.print_json(advice.to_dict())
+    else:
+        typer.echo(str(advice))
 
 
 app.command()(commands.train)

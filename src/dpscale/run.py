@@ -39,6 +39,7 @@ class RunState:
         booking: the run's part in a ledger, on the rank that books.
         name: of the run in that ledger.
         dataset: whose samples have a place that must stay.
+        remembered: what `make_private` was given to draw from: its source, the dataset of it, options of the loader.
     """
 
     steps_taken: int = 0
@@ -55,6 +56,7 @@ class RunState:
     booking: Booking | None = None
     name: str | None = None
     dataset: Any = None
+    remembered: tuple[Any, Any, Mapping[str, Any]] | None = None
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # batches may be drawn by a thread
     _made: WeakSet[Draw] = field(default_factory=WeakSet, repr=False)  # to say what became of a draw, for errors
     _released: WeakSet[Draw] = field(default_factory=WeakSet, repr=False)

@@ -311,7 +311,12 @@ class Private:
         with self._guard.public(), self._ranks.on_public_data():
             yield
 
-    def batches(self, dataset: Dataset[Any], **loader: Any) -> Batches:
+    def remember(self, source: Any, dataset: Dataset[Any], loader: Mapping[str, Any]) -> None:
+        """What `batches` and `epochs` draw from when they are given nothing, or ``source``: see `make_private`."""
+        self._check_data(dataset, loader)
+        self._state.remembered = source, dataset, loader
+
+    def batches(self, dataset: Dataset[Any] | None = None, **loader: Any) -> Batches:
         """Draw the planned batches, those already taken left out; ``len`` says how many.
 
         Each is a `Batch`: the rows of the samples drawn, without padding. It knows its draw, so batches may be taken
@@ -320,16 +325,18 @@ class Private:
         which is masked: a step of noise. On several ranks each gets its rows of the draw, and those are its batch.
 
         Args:
-            dataset: a `TensorDataset` (indexed on the device where its tensors are), or any map-style dataset.
+            dataset: a `TensorDataset` (indexed on the device where its tensors are), or any map-style dataset. May be
+                left out after `make_private`.
             loader: passed on to `torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``, …). Sampling belongs
                 to the plan: ``batch_size``, ``shuffle`` and the like are refused. ``collate_fn`` is given the samples
                 drawn, and returns a row for each, in tensors, or tuples, lists, mappings of them.
         """
+        dataset, loader = self._recalled(dataset, loader)
         with self._ranks.together("batches", lambda: {"data": data_terms(dataset)}):
             left = self._check_data(dataset, loader)
         return Batches(self._batches(dataset, loader, left), left)
 
-    def epochs(self, dataset: Dataset[Any], **loader: Any) -> Iterator[Batches]:
+    def epochs(self, dataset: Dataset[Any] | None = None, **loader: Any) -> Iterator[Batches]:
         """The planned batches by epoch: each is an iterator over its batches, and ``len`` says how many they are.
 
         An epoch has ceil(size/batch) steps, the last one what is left. One may be broken off, and so may the whole
@@ -339,11 +346,21 @@ class Private:
             dataset: as for `batches`.
             loader: as for `batches`.
         """
+        dataset, loader = self._recalled(dataset, loader)
         with self._ranks.together("epochs", lambda: {"data": data_terms(dataset)}):
             left, each = self._check_data(dataset, loader), self.plan.sampling.steps(1)
         first = min(left, each - self._state.position(self.plan.sampling.independent) % each)
         sizes = [first, *(min(each, left - k) for k in range(first, left, each))]
         return (Batches(self._batches(dataset, loader, size), size) for size in sizes if size)
+
+    def _recalled(self, given: Dataset[Any] | None, loader: dict[str, Any]) -> tuple[Dataset[Any], dict[str, Any]]:
+        """The data to draw from: those that were given, or remembered."""
+        if self._state.remembered is not None and (given is None or given is self._state.remembered[0]):
+            return self._state.remembered[1], {**self._state.remembered[2], **loader}
+        action = "Pass what the plan is for. Only a run of make_private() knows its data."
+        require(given is not None, "batches", "dataset", "given", None, action)
+        assert given is not None
+        return given, loader
 
     def _check_data(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> int:
         """Refuse data that the plan is not for; otherwise say how many steps are left."""

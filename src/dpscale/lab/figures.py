@@ -8,7 +8,7 @@ past the noise says so on itself, wherever it is shown.
 import hashlib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from dpscale.advice import Advice, Setting, short
 from dpscale.lab import records as files
 from dpscale.lab.paper import Experiment
 from dpscale.lab.presets import METHODS
@@ -358,6 +359,68 @@ def _svg(figure: Figure, name: str, **options: Any) -> str:
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         figure.savefig(stream, format="svg", metadata={"Date": None}, **options)
     return stream.getvalue()
+
+
+def noise_budget(advice: Advice) -> Figure:
+    """Cumulative noise over cost, a line per batch size; the advised setting and the knee are marked.
+
+    Where epochs were given, every batch costs the same, and the noise is drawn over the batch.
+    """
+    label, scale = _noise_scale(advice)
+    figure, axes = _axes(label, "cumulative noise ÷ full-batch floor")
+    figure.set_size_inches(6.6, 4.4)
+    with matplotlib.rc_context(_STYLE):
+        lines = _noise_lines(axes, advice, scale)
+        told = f"within {advice.within:.0%} of the floor"
+        axes.axhspan(1, 1 + advice.within, color=GRID, alpha=0.6, linewidth=0, zorder=0, label=told)
+        for name, row, mark, size, ink in (
+            ("knee", advice.knee, "D", 110, SERIES[1]),
+            ("advised", advice, "*", 240, WARN),
+        ):
+            told = f"{name}: batch {row.batch:,}, {row.epochs:g} epochs"
+            axes.scatter([scale(row)], [row.over_floor], marker=mark, s=size, edgecolor=ink, linewidth=2, zorder=3,
+                         facecolor=ink if mark == "*" else "none", label=told)  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=12))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.1, 1.5, 2.0, 3.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_formatter(NullFormatter())
+        handles, labels = axes.get_legend_handles_labels()
+        axes.add_artist(axes.legend(handles[lines:], labels[lines:], loc="upper right"))
+        if lines:  # batch sizes, beside the picture
+            axes.legend(handles[:lines], labels[:lines], title="batch", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        told = f"{advice.size:,} samples, ε = {advice.epsilon:g}, δ = {advice.delta:g}"
+        axes.set_title(told, loc="left", fontsize=11)
+    return figure
+
+
+def _noise_scale(advice: Advice) -> tuple[str, Callable[[Setting], float]]:
+    """What noise is drawn over: in words, and of a setting."""
+    if advice.effort == "batch":
+        return f"batch, at {advice.epochs:g} epochs", lambda row: row.batch
+    if advice.seconds is None:
+        return "cost: samples computed", lambda row: row.samples
+    longest = max(row.seconds or 0.0 for row in advice.table)
+    name, unit = ("hours", 3600) if longest > 7200 else ("minutes", 60) if longest > 120 else ("seconds", 1)
+    return f"cost: {name}", lambda row: (row.seconds or 0.0) / unit
+
+
+def _noise_lines(axes: Axes, advice: Advice, scale: Callable[[Setting], float]) -> int:
+    """A line per batch size, from few epochs to many; or one line over the batch. Returns how many have a label."""
+    if advice.effort == "batch":
+        rows = sorted(advice.table, key=lambda row: row.batch)
+        axes.plot([scale(row) for row in rows], [row.over_floor for row in rows], "o-", color=SERIES[3], markersize=4)
+        return 0
+    batches = sorted({row.batch for row in advice.table})
+    for place, batch in enumerate(batches):
+        rows = [row for row in advice.table if row.batch == batch]
+        colour = matplotlib.colormaps["viridis"](0.9 * place / max(1, len(batches) - 1))
+        axes.plot([scale(row) for row in rows], [row.over_floor for row in rows], "o-", color=colour, markersize=4,
+                  label=f"{batch:,}")  # fmt: skip
+    return len(batches)
 
 
 def png(figure: Figure, dpi: int = 150) -> bytes:

@@ -1,0 +1,115 @@
+"""One call from a model, an optimizer, data and a budget to a private run; what is not said is decided, and logged."""
+
+import logging
+from collections.abc import Sized
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from dpscale.advice import advise
+from dpscale.checks import complaint, require
+from dpscale.ledger import Ledger
+from dpscale.momentum import Momentum
+from dpscale.plan import Plan
+from dpscale.sampling import Poisson
+from dpscale.scaling import PSASC, Scaling
+from dpscale.training import Private, privatize
+
+log = logging.getLogger("dpscale")
+
+DEFAULT_RULE = PSASC(C=0.5, s=0.5, r=1e-3)
+"""Its bound is 1, so that the optimizer's learning rate is the normalized one; s and r are in the paper's range."""
+
+_KEPT: dict[str, Any] = {  # options of a loader that do not sample, with what they are when nobody set them
+    "num_workers": 0, "collate_fn": default_collate, "pin_memory": False, "timeout": 0, "worker_init_fn": None,
+    "multiprocessing_context": None, "prefetch_factor": None, "persistent_workers": False, "generator": None,
+}  # fmt: skip
+
+
+def make_private(
+    model: nn.Module, optimizer: Optimizer, data: Dataset[Any] | DataLoader[Any], *, epsilon: float, delta: float,
+    epochs: float | None = None, batch: int | Literal["auto"] = "auto", scaling: Scaling | None = None,
+    momentum: Momentum | None = None, seed: int | None = None, micro_batch: int | None = None,
+    compile: bool | None = None, ledger: Ledger | None = None, run: str | None = None, group: Any = None,
+) -> Private:  # fmt: skip
+    """Plan for ``data``, calibrate to the budget, and `privatize`: ``private.epochs()`` then needs no argument.
+
+    Guarantee: as for `privatize`. The plan spends (``epsilon``, ``delta``) if all its steps are taken.
+
+    Args:
+        model, optimizer: as for `privatize`.
+        data: a dataset that has a length, or a DataLoader over one. Of a loader the dataset is taken, ``collate_fn``,
+            ``pin_memory`` and what concerns its workers; batches are drawn by `Poisson` in place of its sampler, which
+            is logged. A loader that leaves samples out is refused, since the plan draws from all of them.
+        epsilon, delta: the budget.
+        epochs, batch: passes over the data and expected batch size. `advise` decides what is left open: both by the
+            cumulative noise and the cost; one of them where more of it gains little.
+        scaling: None: ``PSASC(C=0.5, s=0.5, r=1e-3)``. Rules that are tuned alike come out alike, so the paper's is as
+            good as any. Its bound is C/s = 1: under SGD, the learning rate is then the normalized one, of which
+            `Advice.rates` says a range.
+        momentum, seed, micro_batch, compile, ledger, run, group: as for `Plan` and `privatize`.
+
+    Example:
+        >>> import torch, dpscale; from torch import nn; from torch.utils.data import DataLoader, TensorDataset
+        >>> data = TensorDataset(torch.randn(200, 5), torch.randint(0, 2, (200,)))
+        >>> model = nn.Linear(5, 2); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = DataLoader(data, batch_size=50, shuffle=True)
+        >>> private = dpscale.make_private(model, optimizer, loader, epsilon=3, delta=1e-4, epochs=2, batch=50)
+        >>> for epoch in private.epochs():
+        ...     for x, y in epoch:
+        ...         _ = private.backward(nn.functional.cross_entropy(model(x), y, reduction="none"))
+        ...         optimizer.step(); optimizer.zero_grad()
+        >>> private.steps_taken, private.epsilon() <= 3
+        (8, True)
+    """
+    dataset, loader = _taken_apart(data)
+    size = len(dataset)  # type: ignore[arg-type]
+    require(size > 0, "make_private", "data", "a dataset with at least one sample", "an empty dataset")
+    rule = DEFAULT_RULE if scaling is None else scaling
+    ok = batch == "auto" or (isinstance(batch, int) and not isinstance(batch, bool) and 1 <= batch <= size)
+    require(ok, "make_private", "batch", f"'auto' or an integer from 1 to {size}", batch)
+    if batch != "auto" and epochs is not None:
+        sampling = Poisson(size=size, batch=batch)
+        plan = Plan(scaling=rule, sampling=sampling, epochs=epochs, momentum=momentum)
+        plan = plan.calibrate(epsilon=epsilon, delta=delta)
+    else:
+        given = None if batch == "auto" else batch
+        advice = advise(size=size, epsilon=epsilon, delta=delta, batch=given, epochs=epochs)
+        plan = advice.plan(scaling=rule, momentum=momentum)
+    log.info("dpscale: batch %d on average, %g epochs, %d steps, noise multiplier %.4g.", plan.expected_batch,
+             plan.epochs, plan.steps, plan.noise_multiplier)  # fmt: skip
+    private = privatize(model, optimizer, plan, seed=seed, micro_batch=micro_batch, compile=compile, ledger=ledger,
+                        run=run, group=group)  # fmt: skip
+    private.remember(data, dataset, loader)
+    if isinstance(data, DataLoader):
+        log.warning(
+            "dpscale: Poisson draws of %d samples on average, from all %d, take the place of the DataLoader's sampler "
+            "and batch size.", plan.expected_batch, size,
+        )  # fmt: skip
+    return private
+
+
+def _taken_apart(data: Dataset[Any] | DataLoader[Any]) -> tuple[Dataset[Any], dict[str, Any]]:
+    """The dataset, and options of the loader around it that were set and do not sample."""
+    if not isinstance(data, DataLoader):
+        _require_length(data)
+        return data, {}
+    _require_length(data.dataset)
+    size = len(data.dataset)  # type: ignore[arg-type]
+    require(data.batch_sampler is not None, "make_private", "data", "a DataLoader that makes batches of samples",
+            "one with batch_size=None", "Pass a dataset of single samples.")  # fmt: skip
+    drawn = len(data.sampler) if isinstance(data.sampler, Sized) else None
+    require(drawn in (None, size), "make_private", "data", f"a DataLoader over all {size} samples of its dataset",
+            f"one whose sampler has {drawn}", "The plan draws from the whole dataset: pass "
+            "torch.utils.data.Subset(dataset, indices), or the dataset itself.")  # fmt: skip
+    return data.dataset, {
+        n: v for n, default in _KEPT.items() if (v := getattr(data, n)) is not default and v != default
+    }
+
+
+def _require_length(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        must, action = "a dataset with a length and samples by index", "Sampling and accounting need to know how many."
+        raise complaint("make_private", "data", must, type(dataset).__name__, action)
