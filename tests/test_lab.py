@@ -26,7 +26,7 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpscale import PSAC, PSASC, Plan, Poisson, privatize
+from dpscale import PSAC, PSASC, Plan, Poisson, files, privatize
 from dpscale.engine.phases import listening, phase
 from dpscale.lab import (
     commands,
@@ -34,7 +34,6 @@ from dpscale.lab import (
     diagnostics,
     display,
     figures,
-    files,
     gpu,
     markdown,
     models,

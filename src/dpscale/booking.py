@@ -9,10 +9,11 @@ import logging
 import os
 import secrets
 import sqlite3
+import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dpscale import ledger as ledgers
@@ -76,6 +77,7 @@ class _Held:
     position: int = 0
     stretch: int | None = None
     last: int = -1
+    turn: threading.RLock = field(default_factory=threading.RLock)  # a thread may save while another one steps
 
     @property
     def mine(self) -> bool:
@@ -118,15 +120,16 @@ class Booking:
     def reserve(self, step: int) -> None:
         """See that step ``step`` is on the disk before it is released."""
         held = self._held
-        if not held.mine:
-            raise RuntimeError(
-                f"The run {self.name!r} was closed, or belongs to another process, so that its steps are not booked. "
-                "Nothing was released. Call privatize() anew, and load its checkpoint."
-            )
-        if held.stretch is None or step > held.last:
-            _settle_later()
-            self._extend(step)
-        held.position = step
+        with held.turn:
+            if not held.mine:
+                raise RuntimeError(
+                    f"The run {self.name!r} was closed, or belongs to another process, so that its steps are not "
+                    "booked. Nothing was released. Call privatize() anew, and load its checkpoint."
+                )
+            if held.stretch is None or step > held.last:
+                _settle_later()
+                self._extend(step)
+            held.position = step
 
     def _extend(self, step: int) -> None:
         """Reserve a stretch that begins with ``step``."""
@@ -205,10 +208,15 @@ def _admit(db: sqlite3.Connection, name: str, plan: Mapping[str, Any], owner: st
 
 
 def _confirm(held: _Held) -> None:
-    if held.stretch is not None and held.mine:
+    if ledgers.writing_here():  # a signal came in the midst of a transaction: what is reserved stays so
+        return
+    with held.turn:
+        if held.stretch is None or not held.mine:
+            return
+        # First of all the stretch is used no more, whatever interrupts what follows: the next step reserves another.
+        stretch, held.stretch, held.last = held.stretch, None, -1
         with held.ledger.writing() as db:
-            db.execute("UPDATE stretches SET state = 'confirmed', last = ? WHERE id = ?", (held.position, held.stretch))
-        held.stretch, held.last = None, -1
+            db.execute("UPDATE stretches SET state = 'confirmed', last = ? WHERE id = ?", (held.position, stretch))
 
 
 def _give_back(held: _Held) -> None:

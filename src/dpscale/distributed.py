@@ -18,18 +18,23 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 from dpscale.checks import out_of_memory
-from dpscale.engine.compat import group_timeout, is_sharded
+from dpscale.engine.compat import group_timeout, is_sharded, tree_leaves
+from dpscale.engine.verify.randomness import own_randomness
 from dpscale.noise import Key
 from dpscale.sampling import Indices
 from dpscale.sharding import Shards, buckets, gradient
 
 T = TypeVar("T")
+
+FETCHED = 32
+"""Samples that are compared between ranks."""
 
 GLANCED_AT = 1 << 16
 """How many numbers of a parameter are compared between two thorough comparisons."""
@@ -52,7 +57,7 @@ _ADVICE = {
     "part of a tensor-parallel model, is not known here.",
     "values": "Call torch.manual_seed(0) before the model is built, load one checkpoint on every rank, or wrap it in "
     "DistributedDataParallel, which copies rank 0's. Change weights and learning rates alike on every rank.",
-    "data": "Give every rank the whole data set: a rank takes its rows of each draw by itself.",
+    "data": "Give every rank the whole data set, in the same order: a rank takes its rows of each draw by itself.",
     "call": "Run the same script on every rank, without calls that only some of them make.",
     "draw": "Take and release batches in the same order on every rank.",
     "steps taken": "Load the same state on every rank.",
@@ -384,9 +389,20 @@ class Description(tuple[Any, ...]):
 
 
 def data_terms(dataset: Dataset[Any]) -> tuple[Any, ...]:
-    """What tells a data set from another one at a glance: its size and, of plain tensors, the first and last rows."""
+    """What tells a data set from another, or from itself in another order: its size, and some samples by their places.
+
+    A sample that two ranks know by two places would count twice. They are fetched twice, with the same random numbers:
+    samples that are another each time cannot be compared.
+    """
     size: int = len(dataset)  # type: ignore[arg-type]
-    ends = digest(t[rows] for t in dataset.tensors for rows in (slice(8), slice(-8, None))) if (
-        type(dataset) is TensorDataset
-    ) else None  # fmt: skip
-    return size, ends
+    places = np.unique(np.linspace(0, size - 1, FETCHED, dtype=np.int64)).tolist() if size else []
+    with own_randomness(0):
+        one = [_told(dataset[k]) for k in places]
+    with own_randomness(0):
+        other = [_told(dataset[k]) for k in places]
+    return size, hashlib.blake2b(repr(one).encode(), digest_size=8).hexdigest() if one == other else None
+
+
+def _told(sample: Any) -> Any:
+    """A number, or the text, of each thing in a sample."""
+    return tuple(digest([t]) if isinstance(t, Tensor) else repr(t) for t in tree_leaves(sample))

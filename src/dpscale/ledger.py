@@ -48,9 +48,18 @@ transaction = threading.Lock()
 """Held by the thread of this process that writes to a ledger."""
 
 
+_writer: list[int] = []  # the thread that holds it
+
+
+def writing_here() -> bool:
+    """Whether this very thread is in the midst of a transaction, which a signal has interrupted."""
+    return _writer == [threading.get_ident()]
+
+
 def _unlock_after_fork() -> None:
     global transaction
     transaction = threading.Lock()
+    _writer.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -281,9 +290,13 @@ class Ledger:
     def writing(self) -> Iterator[sqlite3.Connection]:
         """All of it is on the disk when the block has ended well, or none; nobody else writes meanwhile."""
         with transaction, _translated(self.path), contextlib.closing(self._connect()) as db:
-            db.execute("BEGIN IMMEDIATE")
-            yield db
-            db.execute("COMMIT")
+            _writer[:] = [threading.get_ident()]
+            try:
+                db.execute("BEGIN IMMEDIATE")
+                yield db
+                db.execute("COMMIT")
+            finally:
+                _writer.clear()
 
 
 def compose(releases: Sequence[Release], delta: float) -> Spent:

@@ -76,13 +76,14 @@ class RunState:
         self._made.add(draw)
         return draw
 
-    def release(self, draw: Draw) -> None:
-        """Book a draw as a step."""
+    def release(self, draw: Draw) -> int:
+        """Book a draw as a step; its number."""
         del self.outstanding[draw.number]
         self._released.add(draw)
         self.steps_taken += 1
         self.released_here += 1
         self.last_released = max(self.last_released, draw.number)
+        return self.steps_taken
 
     def charged(self, independent: bool, draw: Draw | None = None) -> int:
         """Steps to account for, if ``draw`` is released too, lost ones included."""

@@ -270,22 +270,21 @@ class Private:
             raise ValueError(f"{what} does not fit this run: {'; '.join(against)}. Nothing was changed.")
 
     def _resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that was checked; `_adopt` must follow."""
-        run = self._state
+        """Go on from a state that was checked; `_adopt` must follow. Whatever interrupts it, no noise comes again."""
+        run, self._noise = self._state, Noise(Key())
         with run.lock:
             position, lost = state["steps_taken" if self.plan.sampling.independent else "last_released"], state["lost"]
             run.restore(state, self._plan, lost if run.booking is None else run.booking.resume(position, lost))
             self._engine.recorder.stop()
 
     def _adopt(self) -> None:
-        """Take over what rank 0 knows of the ledger. Where steps were released before, perhaps under the same seed, no
-        stream of random numbers comes again."""
+        """Take over what rank 0 knows of the ledger, and a fresh key: runs that are resumed, or composed in a ledger,
+        must not share noise, whatever their seeds."""
         state = self._state
         if state.booking is not None:
             state.name, state.lost = state.booking.name, state.booking.lost
         state.name, state.lost = self._ranks.told((state.name, state.lost))
-        if state.lost or state.resumed:
-            self._noise = Noise(self._ranks.key(None))
+        self._noise = Noise(self._ranks.key(None))
 
     def close(self) -> None:
         """End the run: what it has reserved in a ledger and not used is given back, and another process may resume it.
@@ -332,7 +331,7 @@ class Private:
                 drawn, and returns a row for each, in tensors, or tuples, lists, mappings of them.
         """
         dataset, loader = self._recalled(dataset, loader)
-        with self._ranks.together("batches", lambda: {"data": data_terms(dataset)}):
+        with self._ranks.together("batches", lambda: {"data": self._ranks.size > 1 and data_terms(dataset)}):
             left = self._check_data(dataset, loader)
         return Batches(self._batches(dataset, loader, left), left)
 
@@ -347,7 +346,7 @@ class Private:
             loader: as for `batches`.
         """
         dataset, loader = self._recalled(dataset, loader)
-        with self._ranks.together("epochs", lambda: {"data": data_terms(dataset)}):
+        with self._ranks.together("epochs", lambda: {"data": self._ranks.size > 1 and data_terms(dataset)}):
             left, each = self._check_data(dataset, loader), self.plan.sampling.steps(1)
         first = min(left, each - self._state.position(self.plan.sampling.independent) % each)
         sizes = [first, *(min(each, left - k) for k in range(first, left, each))]
@@ -569,12 +568,12 @@ class Private:
         """Count the step, sum over the ranks, add the noise once, divide by the expected batch size, and hand over to
         the optimizer. It is counted first: every rank has done so before any of them can have the sum."""
         with self._state.lock:
-            self._state.release(draw)
+            step = self._state.release(draw)
             if not self._state.outstanding:
                 self._engine.recorder.stop()
         sums = self._ranks.total(out.grads, parameters)
         for shard, part in self._ranks.by_noise(sums, parameters):
-            self._noise.add(part, self.plan.noise_std, self.steps_taken, shard)
+            self._noise.add(part, self.plan.noise_std, step, shard)
         momentum.release(sums)
         foreach_div_(list(sums.values()), self.plan.expected_batch)
         for name, mean in sums.items():
@@ -662,7 +661,7 @@ def privatize(
             ``.grad``.
         plan: calibrated.
         seed: None for the operating system's randomness; an integer makes the run reproducible until it is resumed, and
-            its noise guessable.
+            its noise guessable. With a ledger it has no effect: runs that are added up must not share noise.
         micro_batch: rows per forward of `Private.step`; None for a whole batch. A matter of memory and speed: results
             do not depend on it. For a compiled step, Poisson draws are padded to a few sizes: 512 rows on average to
             524. In a loop of your own the forward is yours, on the rows drawn.

@@ -38,7 +38,7 @@ def scripted(counts):
     """A sampler whose draws have these sizes, in samples 0, 1, 2, …."""
 
     class Scripted(dpscale.Poisson):
-        def _draws(self, key, start):
+        def _draws(self, key, start, order):
             yield from (np.arange(n) for n in counts[start:])
 
     return Scripted(size=N, batch=BATCH)

@@ -77,7 +77,7 @@ def test_an_interrupted_reader_does_not_hear_the_last_run(device):
     engine = Engine(model, compile=lambda graph, inputs: graph)
     x, y = (t.clone().to(device) for t in data().tensors)
     engine.scaled_sum(cross_entropy, (x, y), dpscale.Clip(C=0.5), mask)
-    (compiled,) = engine._compiled._known.values()
+    ((compiled, *_),) = engine._compiled._known.values()
     compiled((x, y), mask, [1.0])  # started, never read: all was finite
     x[3] = torch.nan
     assert engine.scaled_sum(cross_entropy, (x, y), dpscale.Clip(C=0.5), mask).ignored == 1
