@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dpscale.engine.phases import still_at
 from dpscale.engine.tape.tape import Tape
 
 Place = tuple[GradientEdge, Callable[[Tensor], Tensor]]
@@ -42,7 +41,6 @@ def arrived(losses: Tensor, places: Sequence[Place], i: int) -> list[Tensor | No
 
 
 def _grad(losses: Tensor, targets: Any, seed: Tensor) -> Sequence[Tensor | None]:
-    still_at("checking where gradients arrive")
     grads: Sequence[Tensor | None]
     grads = torch.autograd.grad([losses], targets, [seed], retain_graph=True, allow_unused=True)
     return grads
