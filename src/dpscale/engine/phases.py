@@ -24,7 +24,7 @@ Listener = Callable[[Phase | None], None]
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)
 
-SILENCE = 2.0
+SILENCE = 2.5
 """Seconds after which somebody who waits is told what for, again and again."""
 
 
