@@ -1,6 +1,7 @@
 """Selection that is paid for: its cost, its number of tries, and that nothing but the best comes out."""
 
 import dataclasses
+import json
 import math
 
 import dp_accounting
@@ -11,7 +12,7 @@ import torch
 import dpscale
 from dpscale.tuning import Selection
 
-from .helpers import data, loss_fn, mlp, plan
+from .helpers import data, loss_fn, mlp, plan, run
 
 ORDERS = np.concatenate([np.linspace(1.1, 10.9, 99), np.arange(11, 512)])
 LONG = plan(steps=40, noise_multiplier=2.0, delta=1e-5)
@@ -175,3 +176,13 @@ def test_what_is_wrong_is_said():
             Selection(**wrong)
     with pytest.raises(ValueError, match="The 'space' parameter of tune must be"):
         dpscale.tune(trained, {}, lambda _: 0.0, plan=PLAN)
+
+
+def test_a_search_within_the_budget_of_a_preset(tmp_path):
+    """Tiny: one epoch, few samples. What is printed is what was paid for, and no accuracy is out of range."""
+    words = ["tune", "digits", "--tries", "2", "--epochs", "1", "--train-size", "300", "--seed", "2", "--json"]
+    found = json.loads(run(*words, "--out", tmp_path).stdout)
+    assert 2.9 < found["epsilon"] <= 3 and found["epsilon_of_one_try"] < 3
+    assert 0 <= found["test_accuracy"] <= 1 and set(found["choice"]) == {"rate", "C", "s", "gamma1"}
+    assert "2 on average" in found["statement"]
+    assert torch.load(tmp_path / "model.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""The command line: plan, train, compare, calibrate, epsilon, ledger, report, reproduce, data, features, and lists.
+"""The command line: plan, train, tune, compare, calibrate, epsilon, ledger, report, reproduce, data, features, lists.
 
 Results go to stdout and everything else to stderr; ``--json`` makes stdout one JSON document. Bad input is one line
 and exit code 2; with ``--json`` also ``{"error": …}`` on stdout. A command imports what it needs when it is run:
@@ -202,6 +202,7 @@ def plan(
 
 app.command()(commands.train)
 app.command()(commands.compare)
+app.command()(commands.tune)
 app.command()(commands.report)
 app.command()(commands.presets)
 app.command()(commands.methods)

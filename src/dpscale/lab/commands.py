@@ -121,6 +121,57 @@ def train(
     typer.echo(f"Record in {folder}")
 
 
+@experiment()
+def tune(
+    config: "Config",
+    tries: Annotated[float, typer.Option(min=1, help="How many on average; the number is random.")] = 8,
+    shape: Annotated[float, typer.Option(min=0, help="Of its distribution: 1 is geometric, inf Poisson.")] = 1,
+    score_noise: Annotated[float, typer.Option(min=0, help="Standard deviation on the count of held-out samples.")] = 5,
+    seed: Annotated[int | None, typer.Option(help="For public data: whoever knows it can remove the noise.")] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Search rate, C, s and momentum of DP-PSASC within the budget: only the best try is released. Resumes.
+
+    \b
+    Example:
+      dpscale tune digits --tries 8 --epsilon 3 --out runs/tuned
+    """
+    folder = out or Path("runs") / f"{config.preset}-tuned"
+    _require_writable(folder)
+    import torch
+
+    from dpscale.lab import selection, terminal
+    from dpscale.tuning import Selection
+
+    chosen = Selection(tries=tries, shape=shape, score_noise=score_noise)
+    start = time.perf_counter()
+
+    def told(done: int) -> None:
+        if not as_json:
+            terminal.line(f"{done} tries done, {time.perf_counter() - start:.0f} s")
+
+    found = selection.select(config, chosen, folder, seed, told)
+    state = found.pop("state", None)
+    if state is not None:
+        torch.save(state, folder / "model.pt")
+    if as_json:
+        print_json(found)
+        return
+    if found["choice"] is None:
+        typer.echo("No try was drawn, which a Poisson number allows. Nothing is released.")
+        return
+    typer.echo(f"Best: {', '.join(f'{name} {value:g}' for name, value in found['choice'].items())}")
+    typer.echo(f"Test accuracy {found['test_accuracy']:.1%}")
+    whole, one, every = (
+        f"{found[name]:.3f}" for name in ("epsilon", "epsilon_of_one_try", "epsilon_if_all_were_released")
+    )
+    typer.echo(f"epsilon {whole} at delta {config.delta:g} for the whole search")
+    typer.echo(f"One try by itself would cost {one}, and {tries:g} that are all released {every}.")
+    typer.echo(found["statement"])
+    typer.echo(f"Model in {folder}")
+
+
 @experiment(tune=Tune)
 def compare(
     config: "Config",
