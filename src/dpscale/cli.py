@@ -6,6 +6,7 @@ and exit code 2; with ``--json`` also ``{"error": …}`` on stdout. A command im
 """
 
 import dataclasses
+import json
 import logging
 import sys
 import warnings
@@ -198,6 +199,27 @@ def plan(
         commands.print_json(advice.to_dict())
     else:
         typer.echo(str(advice))
+
+
+@app.command()
+def verify(
+    card: Annotated[Path, typer.Argument(help="A card.json.", show_default=False)], as_json: Json = False
+) -> None:
+    """Compute the epsilon of a privacy card anew, by dp-accounting alone; exit code 1 if it does not hold.
+
+    \b
+    Example:
+      dpscale verify card.json
+    """
+    from dpscale.card import verify
+
+    problems = verify(json.loads(card.read_text(encoding="utf-8")))
+    if as_json:
+        commands.print_json({"confirmed": not problems, "problems": problems})
+    else:
+        typer.echo("\n".join(problems) or f"{card}: epsilon is confirmed.")
+    if problems:
+        raise typer.Exit(1)
 
 
 app.command()(commands.train)

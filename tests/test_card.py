@@ -1,0 +1,89 @@
+"""The privacy card: what it says, and that a changed one is found out by dp-accounting alone."""
+
+import copy
+import json
+import math
+
+import pytest
+from scipy import stats
+
+import dpscale
+from dpscale import card as cards
+
+from .helpers import plan, run
+
+SAMPLERS = {
+    "poisson": dpscale.Poisson(size=2000, batch=50),
+    "fixed-size": dpscale.FixedSize(size=2000, batch=50),
+    "full-batch": dpscale.FullBatch(size=2000),
+    "shuffled": dpscale.Shuffled(size=2000, batch=50),
+}
+
+
+def made(sampler="poisson", steps=60, **changes):
+    planned = plan(sampling=SAMPLERS[sampler], steps=80, noise_multiplier=4.0, delta=1e-5)
+    return cards.make(planned, steps, 1e-5, **changes)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("steps", [0, 60])
+def test_a_card_is_confirmed_by_other_code(sampler, steps):
+    card = made(sampler, steps)
+    assert cards.verify(json.loads(json.dumps(card.to_dict()))) == []
+
+
+CHANGES = {
+    "epsilon": lambda c: c["guarantee"].update(epsilon=0.9 * c["guarantee"]["epsilon"]),
+    "delta": lambda c: c["guarantee"].update(delta=c["guarantee"]["delta"] / 10),
+    "noise": lambda c: c["mechanism"].update(noise_multiplier=3.5, noise_std=3.5 * c["mechanism"]["bound"]),
+    "steps": lambda c: c["mechanism"].update(steps_released=90),
+    "rate": lambda c: c["mechanism"]["sampling"].update(batch=70),
+    "sampler": lambda c: c["mechanism"]["sampling"].update(name="full-batch"),
+    "curve": lambda c: c["curve"][-1].update(pld=0.5 * c["curve"][-1]["pld"]),
+    "std": lambda c: c["mechanism"].update(noise_std=1.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_changed_card_fails(name, again):
+    """Even if its checksum is made anew: the numbers no longer belong together."""
+    changed = copy.deepcopy(made().to_dict())
+    CHANGES[name](changed)
+    if again:
+        changed["checksum"] = cards._checksum(changed)
+    problems = cards.verify(changed)
+    assert len(problems) >= 1 and ("checksum" in problems[0]) == (not again)
+
+
+def test_words_that_were_changed_fail_too():
+    changed = made().to_dict()
+    changed["words"]["Unit of privacy"] = "everybody"
+    assert cards.verify(changed) == ["It was changed since it was made: its checksum is another."]
+    assert cards.verify({"schema": "x"})[0].startswith("It is no card of this kind")
+    assert cards.verify({"schema": cards.SCHEMA, "checksum": ""})[-1].startswith("It is damaged")
+
+
+def test_what_an_attacker_can_find_is_the_gaussian_curve():
+    """Full batches: T releases are one Gaussian of noise σ/√T, whose trade-off is Φ(Φ⁻¹(FPR) + √T/σ)."""
+    found = made("full-batch", 16).values["attacker"]
+    mu = math.sqrt(16) / 4.0
+    assert found["advantage"] == pytest.approx(2 * stats.norm.cdf(mu / 2) - 1, rel=1e-3)
+    for row in found["trade_off"]:
+        exact = stats.norm.cdf(stats.norm.ppf(row["false_alarms"]) + mu)
+        assert exact - 1e-9 <= row["found_at_most"] <= exact + 0.05  # a bound, on a grid
+
+
+def test_the_page_says_it_and_escapes_what_it_is_given():
+    page = made(search="none <b>at all</b>", checks={"looks": 3}).to_html()
+    assert "<b>at all</b>" not in page and "none &lt;b&gt;at all" in page
+    assert "Privacy card" in page and "looks" in page and "http" not in page
+
+
+def test_the_command_line_makes_and_verifies_cards(tmp_path):
+    made().save(tmp_path / "card.json")
+    assert "confirmed" in run("verify", tmp_path / "card.json").stdout
+    changed = json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))
+    CHANGES["noise"](changed)
+    (tmp_path / "card.json").write_text(json.dumps(changed), encoding="utf-8")
+    assert "by dp-accounting it is at least" in run("verify", tmp_path / "card.json", code=1).stdout
