@@ -51,9 +51,9 @@ def model_of(name):
     return MODELS[name][0]().double()
 
 
-def records_of(name="mlp", seed=0, size=sum(COUNTS)):
+def records_of(name="mlp", seed=0, size=None):
     """Inputs, labels, and which record it is."""
-    g = seeded(seed)
+    g, size = seeded(seed), size or len(USERS)
     x = MODELS[name][1](size, g)
     return TensorDataset(x, torch.randint(0, 3, (size,), generator=g), torch.arange(size))
 

@@ -36,6 +36,12 @@ RATE_STEPS = (1600, 8000)
 """Normalized rate × steps of the runs that did best, which had 1,000 to 4,700 steps: see `Advice.rates`."""
 
 
+def rates_for(steps: int) -> tuple[float, float]:
+    """Normalized learning rates to try in a run of so many steps: see `Advice.rates`."""
+    measured = min(max(steps, 1000), 4700)
+    return RATE_STEPS[0] / measured, RATE_STEPS[1] / measured
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A batch and a number of epochs, what noise they need for the budget, and what they cost.
@@ -107,8 +113,7 @@ class Advice(Setting):
         2,000 steps). Adam-like optimizers divide by the gradient's own size, so their learning rate is what counts:
         2e-3 and 3e-3 (NAdam) did best. Trying on private data costs privacy.
         """
-        steps = min(max(self.steps, 1000), 4700)
-        return RATE_STEPS[0] / steps, RATE_STEPS[1] / steps
+        return rates_for(self.steps)
 
     def plan(self, *, scaling: Scaling, momentum: Momentum | None = None) -> Plan:
         """The calibrated plan of this setting. Its σ does not depend on the rule.

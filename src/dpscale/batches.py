@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.checks import complaint, out_of_memory
@@ -291,10 +292,25 @@ def fetched(
                 f"The dataset gave {count} samples where {wanted} were drawn. Which of them are missing cannot be "
                 "told. Give a sample for each index: one that cannot be read may be a constant, such as zeros."
             )
+        _require_unpacked(data)
         if len(pick.indices):
             yield pick, data, singles, None if table is None else table[pick.rows].reshape(len(pick.indices), -1)
         else:
             yield pick, neutral(data), {}, None
+
+
+def _require_unpacked(data: Any) -> None:
+    """Refuse a `PackedSequence`: its rows are time steps, of which nothing says whose they are."""
+    if isinstance(data, PackedSequence):
+        raise ValueError(
+            "collate_fn returned a PackedSequence, whose rows are time steps and not samples. Return the padded tensor "
+            "and the lengths. Pack them in the model, pack_padded_sequence(x, lengths.cpu(), batch_first=True, "
+            "enforce_sorted=False), which runs sample by sample; or run the layer on the padded tensor and take each "
+            "sample's output at its length, which is fast."
+        )
+    for value in data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ():
+        if isinstance(value, (Mapping, list, tuple)):
+            _require_unpacked(value)
 
 
 def rows_of(data: Any) -> int | None:

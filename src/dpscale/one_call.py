@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dpscale.advice import advise
+from dpscale.advice import advise, rates_for
 from dpscale.checks import plain_number, require
 from dpscale.ledger import Ledger
 from dpscale.momentum import Momentum
@@ -54,7 +54,7 @@ def make_private(
             little.
         scaling: None: ``PSASC(C=0.5, s=0.5, r=1e-3)``. Rules that are tuned alike come out alike, so the paper's is as
             good as any. Its bound is C/s = 1: under SGD, the learning rate is then the normalized one, of which
-            `Advice.rates` says a range.
+            `Advice.rates` says a range, which is logged in the terms of the optimizer.
         momentum, seed, micro_batch, compile, ledger, run, group: as for `Plan` and `privatize`.
 
     Example:
@@ -89,6 +89,7 @@ def make_private(
     plan = plan if people is None else replace(plan, records=people.records)
     log.info("dpscale: batch %d on average, %g epochs, %d steps, noise multiplier %.4g.", plan.expected_batch,
              plan.epochs, plan.steps, plan.noise_multiplier)  # fmt: skip
+    _log_rates(optimizer, plan)
     private = privatize(model, optimizer, plan, seed=seed, micro_batch=micro_batch, compile=compile, ledger=ledger,
                         run=run, group=group)  # fmt: skip
     private.remember(data, dataset, loader)
@@ -98,6 +99,16 @@ def make_private(
             "and batch size.", plan.expected_batch, size,
         )  # fmt: skip
     return private
+
+
+def _log_rates(optimizer: Optimizer, plan: Plan) -> None:
+    """Learning rates to try, in the terms of this optimizer."""
+    lowest, highest = rates_for(plan.steps or 1)
+    carried = optimizer.param_groups[0].get("momentum", 0)
+    factor = (1 - carried) / plan.bound
+    if isinstance(optimizer, SGD) and factor > 0 and plan.momentum is None:
+        log.info("dpscale: learning rates to try with this SGD and rule: %.2g to %.2g. It has %g.", lowest * factor,
+                 highest * factor, optimizer.param_groups[0]["lr"])  # fmt: skip
 
 
 def _taken_apart(data: Any, target: str | None) -> tuple[Dataset[Any], dict[str, Any]]:

@@ -4,7 +4,7 @@ None of these libraries is imported: a data frame is known by what it has.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,10 +49,11 @@ def dataset_of(owner: str, data: Any, target: str | None = None, without: Sequen
         must = "arrays of the same length, a row for each sample"
         require(len({*sizes}) == 1, owner, "data", must, f"lengths {sizes}", "Pass (X, y).")
         return TensorDataset(*(_tensor(owner, values) for values in data))
-    stream = isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+    indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    ok = indexed and not isinstance(data, (IterableDataset, str, bytes, Mapping))
     must = "a dataset with a length and samples by index"
-    action = "Sampling and accounting need to know how many: load them into a list, or into arrays."
-    require(not stream, owner, "data", must, type(data).__name__, action)
+    action = "Sampling and accounting need to know how many: load them into a list, or into arrays (X, y)."
+    require(ok, owner, "data", must, type(data).__name__, action)
     return data  # type: ignore[no-any-return]
 
 
