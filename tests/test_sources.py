@@ -114,7 +114,7 @@ class Stream(IterableDataset):
         (lambda: frame(city=["a"] * SIZE), {"target": "y"}, "of numbers. Got .* values in the column 'city'"),
         (lambda: frame()[["y"]], {"target": "y"}, "a frame with columns beside the target"),
         (lambda: (X, Y), {"target": "y"}, "'target' parameter of make_private must be left out unless"),
-        (lambda: datasets.DatasetDict(train=hugging_face()), {}, r"one split of a dataset. Got .*the splits \['train'\]"),
+        (lambda: datasets.DatasetDict(train=hugging_face()), {}, r"one split of a dataset. Got .*splits \['train'\]"),
         (lambda: hugging_face().to_iterable_dataset(), {}, "Got 'IterableDataset'"),
         (lambda: "data.csv", {"batch": 2}, "must be a dataset.*Got 'str'"),
         (lambda: {"x": X, "y": Y}, {}, "must be a dataset.*Got 'dict'"),

@@ -586,7 +586,7 @@ class Private:
             return _nothing(parameters, losses.device, self.plan.bound)
         if draw.shares is not None:
             losses = mean_of(losses, torch.from_numpy(draw.shares[part or slice(None)]).to(losses.device))
-        with _memory_advice(count, "Call private.backward on each of private.parts(batch, {})"):
+        with _memory_advice(count, f"{_MICRO_BATCH}, or private.backward on each of private.parts(batch, {{}})"):
             mask = torch.ones(count, dtype=torch.bool, device=losses.device)
             return self._engine.recorder.scaled_sum(losses, self.plan.scaling, mask)
 
@@ -869,7 +869,7 @@ class TooLarge(MemoryError):
     def __init__(self, rows: int, action: str) -> None:
         super().__init__(
             f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. "
-            f"{action.format(max(1, rows // 2))}: the result does not depend on it."
+            f"{action.replace('{}', str(max(1, rows // 2)))}: the result does not depend on it."
         )
         self.rows = rows
 
