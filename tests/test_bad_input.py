@@ -222,7 +222,7 @@ def test_out_of_memory_suggests_a_micro_batch():
     unchanged(run)
     with pytest.raises(
         MemoryError,
-        match=r"micro-batch of \d\d rows does not fit.*Call privatize.*micro_batch=\d.*private.parts\(batch, \d",
+        match=r"micro-batch of \d\d rows.*Call privatize.*micro_batch=\d.*private.parts\(batch, \d",
     ):
         drawn = next(batches := run.batches(data()))
         run.backward(Hungry.apply(loss_fn(run.model, drawn)))

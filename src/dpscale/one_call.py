@@ -103,7 +103,8 @@ def make_private(
 
 def _log_rates(optimizer: Optimizer, plan: Plan) -> None:
     """Learning rates to try, in the terms of this optimizer."""
-    lowest, highest = rates_for(plan.steps or 1)
+    assert plan.steps and plan.noise_multiplier is not None
+    lowest, highest = rates_for(plan.steps, plan.noise_multiplier / (plan.expected_batch * plan.steps**0.5))
     carried = optimizer.param_groups[0].get("momentum", 0)
     factor = (1 - carried) / plan.bound
     if isinstance(optimizer, SGD) and factor > 0 and plan.momentum is None:
