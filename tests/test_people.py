@@ -419,6 +419,25 @@ def test_people_who_are_mixed_by_the_model_are_refused():
         released(nn.Sequential(norm, nn.Linear(4, 3)).double(), people, POISSON, 2, "backward")
 
 
+@pytest.mark.parametrize("when", ["before", "after", "step", "map"])
+def test_rows_that_change_places_in_a_loop_of_ones_own_would_mix_people_and_are_refused(when):
+    people, run = dpscale.by_user(records_of(), USERS, records=K), private()
+    for batch in run.batches(people):
+        x, y, _ = batch
+        order = torch.arange(len(x)).flip(0)
+        with pytest.raises(dpscale.UnsupportedModel, match=r"in another order|what arrives at sample"):
+            if when == "before":
+                run.backward(loss_fn(run.model, (x[order], y[order])))
+            elif when == "after":
+                run.backward(loss_fn(run.model, (x, y))[order])
+            elif when == "step":
+                run.step((x[order], y[order]), loss_fn)
+            else:
+                run.step(batch.map(lambda data, order=order: tuple(t[order] for t in data)), loss_fn)
+        break
+    assert run.steps_taken == 0
+
+
 def test_losses_are_per_record():
     people, run = dpscale.by_user(records_of(), USERS, records=K), private()
     batches = run.batches(people)

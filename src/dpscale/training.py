@@ -21,6 +21,7 @@ from dpscale.booking import open_run
 from dpscale.checks import complaint, out_of_memory, plain_number, require, require_count
 from dpscale.distributed import Description, Ranks, data_terms, unwrapped
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
+from dpscale.engine.arguments import tensors_in
 from dpscale.engine.compat import foreach_add_, foreach_div_, tree_map
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.modules import Structure, structure
@@ -450,7 +451,7 @@ class Private:
                         raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
                     batch = Batch(data, state.hand_out(pick.indices, pick.shares), singles, rows)
                     if batch.draw.mask.any():
-                        self._engine.recorder.start(len(batch.draw.mask), batch.rows, each or 1)
+                        self._engine.recorder.start(len(batch.draw.mask), batch.rows, each or 1, tensors_in(data))
                 yield batch
         except GeneratorExit:  # the loop was left: what it has handed out will not come back
             with state.lock:
@@ -476,6 +477,7 @@ class Private:
                 momentum = self._momentum_state(parameters, len(draw.mask))
                 batch = batch if isinstance(batch, Batch) else Batch(data, draw)
                 if draw.shares is not None:
+                    self._engine.recorder.require_order(tensors_in(data))
                     batch, loss_fn = by_person(batch, loss_fn)
                 with self._engine.timed():
                     out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
@@ -547,7 +549,7 @@ class Private:
             part = slice(start, min(start + size, count))
             own = part_of(batch.data, slice(part.start * each, part.stop * each), draw.rows)
             if draw.mask.any():
-                self._engine.recorder.start(part.stop - part.start, batch.rows_in(part), each)
+                self._engine.recorder.start(part.stop - part.start, batch.rows_in(part), each, tensors_in(own))
             yield Batch(own, draw, {}, batch.rows_in(part), part)
 
     def _keep(self, losses: Tensor, batch: Any, part: slice) -> StepReport:

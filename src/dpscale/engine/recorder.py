@@ -9,7 +9,7 @@ A sample may have several rows that stand together (the records of a person): (s
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class Recorder:
             int, Features | None
         ] = {}  # by how many rows a part of a draw has: what its samples are like
         self._each = 1  # rows of a sample
+        self._drawn: dict[int, Sequence[Tensor]] = {}  # by how many rows, where their order counts: the tensors drawn
         self._forwards: list[Forward] = []
         self._running: tuple[Tape, Subject, Any, Any] | None = None
         self._obstacle: str | None = None
@@ -62,8 +63,8 @@ class Recorder:
         self._checked = 0  # batches whose losses were looked at
         self._hooks: list[RemovableHandle] = []  # on the model only while a batch waits, so that none is saved with it
 
-    def start(self, samples: int, rows: Features | None = None, each: int = 1) -> None:
-        """A batch of so many samples was drawn, with these features, and so many rows of each."""
+    def start(self, samples: int, rows: Features | None = None, each: int = 1, drawn: Sequence[Tensor] = ()) -> None:
+        """A batch of so many samples was drawn, with these features, so many rows of each, and these tensors."""
         model = self._engine.model
         if not self._hooks and not isinstance(model, torch.jit.ScriptModule):  # which takes none, and shows nothing
             self._hooks = [
@@ -71,6 +72,8 @@ class Recorder:
                 model.register_forward_hook(_Hook(self._after), with_kwargs=True, always_call=True),
             ]
         self._each, count = each, samples * each
+        if each > 1:
+            self._drawn[count] = () if count in self._waiting else drawn
         self._waiting[count] = None if count in self._waiting else rows  # of several, whose they are is not known
 
     def stop(self) -> None:
@@ -78,10 +81,24 @@ class Recorder:
         if self._running is not None:  # an interrupt came in the midst of a forward
             self._running[0].__exit__(None, None, None)
             self._running = None
-        self._waiting, self._forwards, self._obstacle, self._twice = {}, [], None, False
+        self._waiting, self._forwards, self._obstacle, self._twice, self._drawn = {}, [], None, False, {}
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def require_order(self, given: Sequence[Tensor]) -> None:
+        """Where a person's rows must stand together, refuse rows in another order than they were drawn in.
+
+        It is seen where a tensor of the batch itself is given; not where it was computed with before.
+        """
+        for t, other in ((one, other) for one in given for other in self._drawn.get(len(one), ())):
+            if t.shape == other.shape and t.dtype == other.dtype and not torch.equal(t.to(other.device), other):
+                now, then = (rows.detach().cpu().reshape(len(t), -1).unique(dim=0) for rows in (t, other))
+                if now.shape == then.shape and torch.equal(now, then):
+                    raise UnsupportedModel(
+                        "The model was given the rows of the batch in another order. Rows are told to be a person's by "
+                        "their place. Give them in the order in which they were drawn, and sort inside the model."
+                    )
 
     def scaled_sum(self, losses: Tensor, rule: Scaling, mask: Tensor) -> ScaledSum:
         """As `dpscale.scaled_sum`, from losses whose forward was taped."""
@@ -136,6 +153,7 @@ class Recorder:
         if count is None:
             return
         rows, each, samples = [k for k, t in enumerate(flat) if _has(t, count)], self._each, count // self._each
+        self.require_order([flat[k] for k in rows])
         batch = [flat[k].detach() if each == 1 else flat[k].detach().unflatten(0, (-1, each)) for k in rows]
 
         def run(batch: list[Tensor]) -> Tensor:
