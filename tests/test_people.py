@@ -135,6 +135,16 @@ def test_people_in_micro_batches_and_compiled(options):
         torch.testing.assert_close(total, plain_sum(model, data, taken(batch)), rtol=1e-6, atol=1e-9)
 
 
+def test_one_record_of_each():
+    model, data = model_of("mlp"), records_of()
+    people = dpscale.by_user(data, USERS, records=1)
+    for how in ("step", "backward"):
+        sums, batches = released(model, people, POISSON, 2, how)
+        for total, batch in zip(sums, batches, strict=True):
+            assert batch.draw.shares.shape == (len(batch.draw.indices), 1)
+            torch.testing.assert_close(total, plain_sum(model, data, taken(batch)), rtol=1e-9, atol=1e-12)
+
+
 def neighbours(data, person, more):
     """All records of a person exchanged for others, and for another number of them."""
     mine = np.flatnonzero(person == USERS)

@@ -35,16 +35,13 @@ class People(Dataset[list[Any]]):
         dataset: of the records.
         users: the people, by their place.
         records: the most that are taken of one person.
+        each: rows of a person in a batch: as many as the person with most records takes up.
     """
 
     def __init__(self, dataset: Dataset[Any], users: Sequence[Hashable], of: Sequence[Indices], records: int) -> None:
         self.dataset, self.users, self.records = dataset, list(users), records
         self._of = list(of)
-
-    @property
-    def each(self) -> int:
-        """Rows of a person in a batch: as many as the person with most records takes up."""
-        return min(self.records, max(map(len, self._of)))
+        self.each = min(records, max(map(len, self._of), default=1))
 
     def __len__(self) -> int:
         return len(self._of)

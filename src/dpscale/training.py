@@ -517,7 +517,7 @@ class Private:
 
         Call `backward` with each of them, and ``optimizer.step()`` after the last. What the parts add up to is kept
         until then: noise is added once, the draw is released once, and there is no gradient before. Each sample counts
-        once; a person is never divided.
+        once, if the losses that are given with a part are those of its rows; a person is never divided.
 
         Args:
             batch: as drawn.
