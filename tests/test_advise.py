@@ -170,7 +170,17 @@ def test_bad_input_is_refused(changes, told):
 
 def test_learning_rates_go_with_the_steps(advice):
     low, high = advice.rates
-    assert (low * advice.steps, high * advice.steps) == pytest.approx((1600, 8000))
+    small = advice.steps * advice.cumulative_noise > 0.06 * advice.steps / 1600
+    assert small == (advice.size < 10_000) and high == pytest.approx(5 * low)
+    if not small:
+        assert low * advice.steps == pytest.approx(1600)
+
+
+def test_learning_rates_of_small_data_go_with_the_noise():
+    few = advise(size=1437, epsilon=3, delta=1e-4)
+    gathered = few.steps * few.cumulative_noise
+    assert (few.rates[0] * gathered, few.rates[1] * gathered) == pytest.approx((0.06, 0.3))
+    assert few.rates[1] < 1600 / few.steps
 
 
 def test_the_text_marks_advice_and_knee(advice):

@@ -185,6 +185,7 @@ def test_to_dict_is_plain_json(mnist):
         "delta": 1e-5,
         "momentum": None,
         "accountant": "pld",
+        "records": None,
         "unsafe_no_noise": False,
     }
     shuffled = plan(sampling=Shuffled(size=10, batch=3)).to_dict()["sampling"]

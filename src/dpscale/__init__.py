@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dpscale.momentum import over_views as over_views
     from dpscale.momentum import views as views
     from dpscale.one_call import make_private as make_private
+    from dpscale.people import People as People
+    from dpscale.people import by_user as by_user
     from dpscale.plan import Plan as Plan
     from dpscale.sampling import FixedSize as FixedSize
     from dpscale.sampling import FullBatch as FullBatch
@@ -51,6 +53,7 @@ else:
             "model_fix": "fix",
             "momentum": "DiSK HeavyBall InnerOuter PerSampleEMA over_views views",
             "one_call": "make_private",
+            "people": "People by_user",
             "plan": "Plan",
             "sampling": "FixedSize FullBatch Poisson Shuffled",
             "scaling": "PSAC PSASC AutoS Clip",

@@ -5,14 +5,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from dpscale.checks import out_of_memory
+from dpscale.checks import complaint, out_of_memory
 from dpscale.engine import ScaledSum
 from dpscale.engine.arguments import has_rows, over_rows, tensors_in
 from dpscale.engine.compat import register_tree_node
@@ -28,10 +30,12 @@ class Batch:
     attributes of the data are attributes of the batch. A batch that is a bare tensor can be given to a model as it is.
 
     Attributes:
-        data: what the dataset and its ``collate_fn`` gave, a row for every sample drawn.
+        data: what the dataset and its ``collate_fn`` gave, a row for every sample drawn. Where people are drawn
+            (`by_user`), a row for every record, as many for each person, which stand together.
         draw: its number, the indices of its samples, and a mask of its rows.
-        singles: some of its rows as ``collate_fn`` gives them for one sample alone, by their place.
-        rows: numbers that tell its rows apart, from before they were moved or changed.
+        singles: some of its samples as ``collate_fn`` gives them alone, by their place.
+        rows: numbers that tell its samples apart, from before they were moved or changed.
+        part: which samples of the draw these are, where the batch is a part of one (`Private.parts`); None: all.
 
     Example:
         >>> import numpy as np, torch
@@ -43,15 +47,18 @@ class Batch:
     """
 
     def __init__(
-        self, data: Any, draw: Draw, singles: Mapping[int, Any] | None = None, rows: Features | None = None
-    ) -> None:
-        self.data, self.draw, self.singles = data, draw, singles or {}
-        self.rows = rows if rows is not None else features(data) if rows_of(data) == len(draw.mask) else None
+        self, data: Any, draw: Draw, singles: Mapping[int, Any] | None = None, rows: Features | None = None,
+        part: slice | None = None,
+    ) -> None:  # fmt: skip
+        self.data, self.draw, self.singles, self.part = data, draw, singles or {}, part
+        self.rows = rows
+        if rows is None and rows_of(data) == draw.rows:
+            self.rows = features([t.reshape(len(draw.mask), -1) for t in tensors_in(data)])
 
     def map(self, change: Callable[[Any], Any]) -> "Batch":
         """The batch with ``change(data)`` for its data. Every row must stay, in its place."""
         singles = {place: change(single) for place, single in self.singles.items()}
-        return Batch(change(self.data), self.draw, singles, self.rows)
+        return Batch(change(self.data), self.draw, singles, self.rows, self.part)
 
     def to(self, *args: Any, **kwargs: Any) -> "Batch":
         """The batch with every tensor moved or converted, as `torch.Tensor.to` does it."""
@@ -81,9 +88,8 @@ class Batch:
         self.data[key] = value
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("data", "draw", "singles", "rows") or name.startswith(
-            "__"
-        ):  # not there yet, or looked for by copy and pickle
+        own = ("data", "draw", "singles", "rows", "part")
+        if name in own or name.startswith("__"):  # not there yet, or looked for by copy and pickle
             raise AttributeError(name)
         return getattr(self.data, name)
 
@@ -101,13 +107,13 @@ class Batch:
         return func(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
 
 
-def _rebuilt(draw: Draw, rows: Features | None, data: Any, singles: Mapping[int, Any]) -> Batch:
-    return Batch(data, draw, singles, rows)
+def _rebuilt(draw: Draw, rows: Features | None, part: slice | None, data: Any, singles: Mapping[int, Any]) -> Batch:
+    return Batch(data, draw, singles, rows, part)
 
 
 register_tree_node(
     Batch,
-    lambda batch: ([batch.data, batch.singles], (batch.draw, batch.rows)),
+    lambda batch: ([batch.data, batch.singles], (batch.draw, batch.rows, batch.part)),
     lambda parts, context: _rebuilt(*context, *parts),
     serialized_type_name="dpscale.Batch",
 )
@@ -171,25 +177,74 @@ def _counted(rows: int, device: torch.device) -> Tensor:
 
 
 class Collated:
-    """A ``collate_fn`` that also says how many samples it was given, and what it makes of two of them alone.
+    """A ``collate_fn`` that also says how many rows it was given, and what it makes of two samples alone.
 
-    What it makes of a sample may depend on the others: it pads to the longest. Whoever checks that can compare.
+    What it makes of a sample may depend on the others: it pads to the longest. Whoever checks that can compare. Where a
+    sample is a person of several rows, these must stay where they are.
+
+    Args:
+        collate: from a list of rows to a batch.
+        each: rows of a person; None where samples are no people.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
+    def __init__(self, collate: Callable[[list[Any]], Any], each: int | None = None) -> None:
+        self.collate, self.each = collate, each
 
-    def __call__(self, samples: list[Any]) -> tuple[int, Any, dict[int, Any]]:
-        """(How many samples came, the batch, the shortest and the longest sample as batches of their own.)"""
-        count = len(samples)  # before `collate`, which may change the list
+    def __call__(self, rows: list[Any]) -> tuple[int, Any, dict[int, Any]]:
+        """(How many rows came, the batch, the shortest and the longest sample as batches of their own.)"""
+        count, each = len(rows), self.each or 1  # before `collate`, which may change the list
         singles = {}
         if self.collate is not default_collate:
+            samples = [rows[k : k + each] for k in range(0, count, each)]
             sizes = [sum(t.numel() for t in tensors_in(sample)) for sample in samples]
             ends = {sizes.index(min(sizes)), sizes.index(max(sizes))} if sizes else set()
             for place in ends:
                 with suppress(Exception):  # it may need several
-                    singles[place] = self.collate([copy.deepcopy(samples[place])])
-        return count, self.collate(samples), singles
+                    singles[place] = self.collate(copy.deepcopy(samples[place]))
+            if self.each and not keeps_order(self.collate, rows):
+                raise ValueError(
+                    "collate_fn changes the order of its rows, or makes something else of each row every time. Rows "
+                    "are told to be a person's by their place. Return them in the order in which they came; sort "
+                    "inside the model, and draw random numbers in the dataset."
+                )
+        return count, self.collate(rows), singles
+
+
+def keeps_order(collate: Callable[[list[Any]], Any], rows: Sequence[Any], most: int = 6) -> bool:
+    """Whether rows come out of ``collate`` in the order in which they went in: some of them there and back.
+
+    A row that comes out must be most like the one that it is said to be; where ``collate`` draws (it masks words), they
+    need not be the same.
+    """
+    places = sorted({round(k * (len(rows) - 1) / (most - 1)) for k in range(most)})
+    some = [rows[k] for k in places]
+    there, back = (collate(copy.deepcopy(each)) for each in (some, some[::-1]))
+    alike = torch.zeros(len(some), len(some))
+    for one, other in zip(tensors_in(there), tensors_in(back), strict=False):
+        if one.shape == other.shape and one.ndim and len(one) == len(some):
+            a, b = (t.detach().cpu().reshape(len(some), -1) for t in (one, other))
+            same = (b[:, None] == a) | ((b[:, None] != b[:, None]) & (a != a))
+            alike += same.double().mean(2).nan_to_num(0)
+    return bool((alike.flip(1).diagonal() >= alike.amax(1) - 1e-9).all())
+
+
+class Pick(NamedTuple):
+    """What is fetched for a draw.
+
+    Attributes:
+        indices: of the samples drawn.
+        rows: which rows of the dataset make them up; for an empty draw, any, to show the shape.
+        shares: as in `Draw`.
+    """
+
+    indices: Indices
+    rows: Indices
+    shares: NDArray[np.float32] | None = None
+
+    @staticmethod
+    def of(indices: Indices) -> "Pick":
+        """Samples that are rows of the dataset."""
+        return Pick(indices, indices if len(indices) else np.zeros(1, dtype=np.int64))
 
 
 def chosen_rows(tensors: Sequence[Tensor], draws: Iterable[Indices]) -> Iterator[tuple[Tensor, ...]]:
@@ -201,19 +256,25 @@ def chosen_rows(tensors: Sequence[Tensor], draws: Iterable[Indices]) -> Iterator
 
 
 def fetched(
-    dataset: Dataset[Any], loader: Mapping[str, Any], draws: Iterable[Indices]
-) -> Iterator[tuple[Indices, Any, Mapping[int, Any], Features | None]]:
-    """(What was drawn, the data of it, some rows of it collated alone, what tells its rows apart if not seen there.)
+    dataset: Dataset[Any], loader: Mapping[str, Any], picks: Iterable[Pick], each: int | None = None
+) -> Iterator[tuple[Pick, Any, Mapping[int, Any], Features | None]]:
+    """(What was drawn, the data of it, some samples collated alone, what tells its samples apart if not seen there.)
 
     For an empty draw sample 0 shows the shape, and its values are blanked.
+
+    Args:
+        dataset: of rows.
+        loader: options.
+        picks: of each draw.
+        each: rows of a person; None where samples are no people.
     """
-    waiting: list[Indices] = []
+    waiting: list[Pick] = []
     table: Features | None = None
 
     def rows() -> Iterator[Indices]:
-        for indices in draws:
-            waiting.append(indices)
-            yield indices if len(indices) else np.zeros(1, dtype=np.int64)
+        for pick in picks:
+            waiting.append(pick)
+            yield pick.rows
 
     counted: Iterable[tuple[int, Any, Mapping[int, Any]]]
     if type(dataset) is TensorDataset and not loader:
@@ -221,26 +282,56 @@ def fetched(
             table = features(dataset.tensors, wait=True)
         counted = ((len(data[0]), data, {}) for data in chosen_rows(dataset.tensors, rows()))
     else:
-        collate = Collated(loader.get("collate_fn") or default_collate)
+        collate = Collated(loader.get("collate_fn") or default_collate, each)
         chosen = (indices.tolist() for indices in rows())
         counted = DataLoader(dataset, batch_sampler=chosen, **{**loader, "collate_fn": collate})
     for count, data, singles in counted:
-        indices = waiting.pop(0)
-        if count != (wanted := max(1, len(indices))):
+        pick = waiting.pop(0)
+        if count != (wanted := len(pick.rows)):
             raise ValueError(
                 f"The dataset gave {count} samples where {wanted} were drawn. Which of them are missing cannot be "
                 "told. Give a sample for each index: one that cannot be read may be a constant, such as zeros."
             )
-        if len(indices):
-            yield indices, data, singles, None if table is None else table[indices]
+        _require_unpacked(data)
+        if len(pick.indices):
+            yield pick, data, singles, None if table is None else table[pick.rows].reshape(len(pick.indices), -1)
         else:
-            yield indices, neutral(data), {}, None
+            yield pick, neutral(data), {}, None
+
+
+def _require_unpacked(data: Any) -> None:
+    """Refuse a `PackedSequence`: its rows are time steps, of which nothing says whose they are."""
+    if isinstance(data, PackedSequence):
+        raise ValueError(
+            "collate_fn returned a PackedSequence, whose rows are time steps and not samples. Return the padded tensor "
+            "and the lengths. Pack them in the model, pack_padded_sequence(x, lengths.cpu(), batch_first=True, "
+            "enforce_sorted=False), which runs sample by sample; or run the layer on the padded tensor and take each "
+            "sample's output at its length, which is fast."
+        )
+    for value in data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ():
+        if isinstance(value, (Mapping, list, tuple)):
+            _require_unpacked(value)
 
 
 def rows_of(data: Any) -> int | None:
     """How many rows the tensors of a batch have; None if they do not agree, or if there are none."""
     sizes = {len(t) if t.ndim else None for t in tensors_in(data)}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def grouped(data: Any, each: int) -> Any:
+    """A batch of people's records, (people·each, …), as (people, each, …)."""
+    count = rows_of(data)
+    if count is None:  # the engine will say so
+        return data
+
+    def apart(rows: Any) -> Any:
+        if isinstance(rows, Tensor):
+            return rows.unflatten(0, (-1, each)) if rows.ndim and len(rows) == count else rows
+        got, action = f"a list of {len(rows)} values", "Leave it out, or make it a tensor."
+        raise complaint("step", "batch", "of tensors where its rows are the records of people", got, action)
+
+    return over_rows(data, apart, count)
 
 
 def device_of(data: Any) -> torch.device:

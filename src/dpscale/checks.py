@@ -1,5 +1,6 @@
 """One shape for every complaint about an argument: who, which argument, what it must be, what it was, what to do."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator
@@ -43,6 +44,18 @@ def quiet(name: str) -> Iterator[None]:
 def is_number(value: Any) -> bool:
     """Whether ``value`` is a real number that is not a bool and not NaN."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy as one of Python; anything else as it is."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
+
+
+def settle_numbers(settings: Any) -> None:
+    """Numbers of numpy among the fields of a frozen dataclass become Python's, which can be written as JSON."""
+    for field in dataclasses.fields(settings):
+        if hasattr(settings, field.name) and (now := getattr(settings, field.name)) is not (to := plain_number(now)):
+            object.__setattr__(settings, field.name, to)
 
 
 def require_positive(owner: str, name: str, value: Any, *, finite: bool = True, action: str = "") -> None:

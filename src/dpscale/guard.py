@@ -111,7 +111,7 @@ class Guard:
             raise RuntimeError(
                 "optimizer.step() was called while a drawn batch is outstanding: nothing private was computed from it. "
                 "Call private.backward(losses) first, in place of losses.mean().backward(), or private.step(batch, "
-                "loss_fn)."
+                "loss_fn). Of a batch in parts, every part comes first."
             )
 
     def applied(self, parameters: set[int]) -> None:

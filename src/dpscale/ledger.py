@@ -208,6 +208,12 @@ class Ledger:
                     f"The run {name!r} in {self.path} has another plan: {'; '.join(other)}. Resume it with the plan "
                     "that it has, or give a new run another name."
                 )
+        units = {_unit(run.plan) for run in runs if run.name != name}
+        if units - {_unit(plan)}:
+            raise ValueError(
+                f"The run {name!r} protects {_unit(plan)}, and {self.path} has runs that protect {units.pop()}. What "
+                "they spend does not add up. Keep a ledger for each; Plan(..., records=8) is for people."
+            )
         # A live run may still take every step of its plan.
         taken = [
             Release.of(run.plan, run.plan["steps"] if run.live else run.charged) for run in runs if run.name != name
@@ -297,6 +303,10 @@ class Ledger:
                 db.execute("COMMIT")
             finally:
                 _writer.clear()
+
+
+def _unit(plan: Mapping[str, Any]) -> str:
+    return "single records" if plan.get("records") is None else "people"
 
 
 def compose(releases: Sequence[Release], delta: float) -> Spent:

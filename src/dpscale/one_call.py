@@ -2,19 +2,22 @@
 
 import logging
 from collections.abc import Sized
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dpscale.advice import advise
-from dpscale.checks import complaint, require
+from dpscale.advice import advise, rates_for
+from dpscale.checks import plain_number, require
 from dpscale.ledger import Ledger
 from dpscale.momentum import Momentum
+from dpscale.people import people_of
 from dpscale.plan import Plan
 from dpscale.sampling import Poisson
 from dpscale.scaling import PSASC, Scaling
+from dpscale.sources import dataset_of
 from dpscale.training import Private, privatize
 
 log = logging.getLogger("dpscale")
@@ -29,7 +32,7 @@ _KEPT: dict[str, Any] = {  # options of a loader that do not sample, with what t
 
 
 def make_private(
-    model: nn.Module, optimizer: Optimizer, data: Dataset[Any] | DataLoader[Any], *, epsilon: float, delta: float,
+    model: nn.Module, optimizer: Optimizer, data: Any, *, epsilon: float, delta: float, target: str | None = None,
     epochs: float | None = None, batch: int | Literal["auto"] = "auto", scaling: Scaling | None = None,
     momentum: Momentum | None = None, seed: int | None = None, micro_batch: int | None = None,
     compile: bool | None = None, ledger: Ledger | None = None, run: str | None = None, group: Any = None,
@@ -42,13 +45,16 @@ def make_private(
         model, optimizer: as for `privatize`.
         data: a dataset that has a length, or a DataLoader over one. Of a loader the dataset is taken, ``collate_fn``,
             ``pin_memory`` and what concerns its workers; batches are drawn by `Poisson` in place of its sampler, which
-            is logged. A loader that leaves samples out is refused, since the plan draws from all of them.
+            is logged. A loader that leaves samples out is refused, since the plan draws from all of them. Or arrays:
+            ``X`` or ``(X, y)``; a pandas frame, with ``target``; a Hugging Face dataset; people, from `by_user`.
         epsilon, delta: the budget.
-        epochs, batch: passes over the data and expected batch size. `advise` decides what is left open: both by the
-            cumulative noise and the cost; one of them where more of it gains little.
+        target: the column of a frame that is to be learned. A batch is then ``(inputs, target)``.
+        epochs, batch: passes over the data and expected batch size, which counts people where data are people. `advise`
+            decides what is left open: both by the cumulative noise and the cost; one of them where more of it gains
+            little.
         scaling: None: ``PSASC(C=0.5, s=0.5, r=1e-3)``. Rules that are tuned alike come out alike, so the paper's is as
             good as any. Its bound is C/s = 1: under SGD, the learning rate is then the normalized one, of which
-            `Advice.rates` says a range.
+            `Advice.rates` says a range, which is logged in the terms of the optimizer.
         momentum, seed, micro_batch, compile, ledger, run, group: as for `Plan` and `privatize`.
 
     Example:
@@ -64,7 +70,9 @@ def make_private(
         >>> private.steps_taken, private.epsilon() <= 3
         (8, True)
     """
-    dataset, loader = _taken_apart(data)
+    dataset, loader = _taken_apart(data, target)
+    people = people_of(dataset)
+    batch, epochs = plain_number(batch), plain_number(epochs)
     size = len(dataset)  # type: ignore[arg-type]
     require(size > 0, "make_private", "data", "a dataset with at least one sample", "an empty dataset")
     rule = DEFAULT_RULE if scaling is None else scaling
@@ -78,8 +86,10 @@ def make_private(
         given = None if batch == "auto" else batch
         advice = advise(size=size, epsilon=epsilon, delta=delta, batch=given, epochs=epochs)
         plan = advice.plan(scaling=rule, momentum=momentum)
+    plan = plan if people is None else replace(plan, records=people.records)
     log.info("dpscale: batch %d on average, %g epochs, %d steps, noise multiplier %.4g.", plan.expected_batch,
              plan.epochs, plan.steps, plan.noise_multiplier)  # fmt: skip
+    _log_rates(optimizer, plan)
     private = privatize(model, optimizer, plan, seed=seed, micro_batch=micro_batch, compile=compile, ledger=ledger,
                         run=run, group=group)  # fmt: skip
     private.remember(data, dataset, loader)
@@ -91,13 +101,22 @@ def make_private(
     return private
 
 
-def _taken_apart(data: Dataset[Any] | DataLoader[Any]) -> tuple[Dataset[Any], dict[str, Any]]:
+def _log_rates(optimizer: Optimizer, plan: Plan) -> None:
+    """Learning rates to try, in the terms of this optimizer."""
+    assert plan.steps and plan.noise_multiplier is not None
+    lowest, highest = rates_for(plan.steps, plan.noise_multiplier / (plan.expected_batch * plan.steps**0.5))
+    carried = optimizer.param_groups[0].get("momentum", 0)
+    factor = (1 - carried) / plan.bound
+    if isinstance(optimizer, SGD) and factor > 0 and plan.momentum is None:
+        log.info("dpscale: learning rates to try with this SGD and rule: %.2g to %.2g. It has %g.", lowest * factor,
+                 highest * factor, optimizer.param_groups[0]["lr"])  # fmt: skip
+
+
+def _taken_apart(data: Any, target: str | None) -> tuple[Dataset[Any], dict[str, Any]]:
     """The dataset, and options of the loader around it that were set and do not sample."""
     if not isinstance(data, DataLoader):
-        _require_length(data)
-        return data, {}
-    _require_length(data.dataset)
-    size = len(data.dataset)  # type: ignore[arg-type]
+        return dataset_of("make_private", data, target), {}
+    size = len(dataset_of("make_private", data.dataset, target))  # type: ignore[arg-type]
     require(data.batch_sampler is not None, "make_private", "data", "a DataLoader that makes batches of samples",
             "one with batch_size=None", "Pass a dataset of single samples.")  # fmt: skip
     drawn = len(data.sampler) if isinstance(data.sampler, Sized) else None
@@ -107,9 +126,3 @@ def _taken_apart(data: Dataset[Any] | DataLoader[Any]) -> tuple[Dataset[Any], di
     return data.dataset, {
         n: v for n, default in _KEPT.items() if (v := getattr(data, n)) is not default and v != default
     }
-
-
-def _require_length(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        must, action = "a dataset with a length and samples by index", "Sampling and accounting need to know how many."
-        raise complaint("make_private", "data", must, type(dataset).__name__, action)

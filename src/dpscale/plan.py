@@ -6,12 +6,21 @@ statement is written by it. None of them keeps a number of its own, so none can 
 
 import dataclasses
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
-from dpscale.checks import complaint, require, require_choice, require_count, require_positive, require_probability
+from dpscale.checks import (
+    complaint,
+    require,
+    require_choice,
+    require_count,
+    require_positive,
+    require_probability,
+    settle_numbers,
+)
 from dpscale.sampling import SAMPLERS, Accountant, Adjacency, Sampling
 from dpscale.scaling import RULES, Scaling
 
@@ -25,6 +34,9 @@ _ADJACENCY_WORDS: dict[Adjacency, str] = {
     "replace-one": "two datasets are neighbours if they differ in one sample, exchanged for any other",
     "zero-out": "two datasets are neighbours if one sample of the one contributes nothing in the other",
 }
+
+_RECORD = "one sample (one record of the dataset); a person with several records is protected less"
+_PERSON = "a person with at most {} records in a step; all of their records are protected together"
 
 _NOT_COUNTED = """\
 Not counted in these numbers, and to be judged separately:
@@ -59,6 +71,8 @@ class Plan:
         delta: the δ that `epsilon` and `statement` use when not told another.
         momentum: over which released points gradients are combined, and what follows the noise; None: one gradient.
         accountant: "pld" (tight) or "rdp".
+        records: where a sample is a person (`by_user`), the most of their records that are taken. None: a sample is a
+            record. It says what the numbers are about, and changes none of them.
         unsafe_no_noise: train without noise and without privacy, as a baseline.
 
     Example:
@@ -78,14 +92,18 @@ class Plan:
     delta: float | None = None
     momentum: "Momentum | None" = None
     accountant: Accountant = "pld"
+    records: int | None = None
     unsafe_no_noise: bool = False
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         self._settle_noise()
         self._settle_steps()
         if self.delta is not None:
             self._check_delta("Plan", self.delta)
         require_choice("Plan", "accountant", self.accountant, Accountant, action="'pld' is the tighter one.")
+        if self.records is not None:
+            require_count("Plan", "records", self.records, action="It is the most that are taken of one person.")
         if self.momentum is not None:
             from dpscale.momentum import MOMENTA, Momentum
 
@@ -203,7 +221,7 @@ class Plan:
         taken = f"{planned:,}" if steps is None else f"{steps:,} of {planned:,} planned"
         lines = [
             f"Guarantee: {self._guarantee(delta, steps)}",
-            "Unit of privacy: one sample (one record of the dataset); a person with several records is protected less.",
+            f"Unit of privacy: {_RECORD if self.records is None else _PERSON.format(self.records)}.",
             f"Adjacency: {self.adjacency}; {_ADJACENCY_WORDS[self.adjacency]}.",
             f"Sampling: {self.sampling.describe()}.",
             f"Accounting: {self.sampling.accounted}; sensitivity {self.sampling.sensitivity_factor} × bound.",
@@ -214,7 +232,7 @@ class Plan:
             *([self.sampling.note] if self.sampling.note else []),
             _NOT_COUNTED,
         ]
-        return "\n".join(lines)
+        return "\n".join(lines if self.records is None else map(_of_people, lines))
 
     def _guarantee(self, delta: float | None, steps: int | None) -> str:
         if steps == 0:
@@ -301,6 +319,11 @@ class Plan:
                 "Call plan = plan.calibrate_steps(epsilon=..., delta=...), or give Plan steps=... or epochs=...."
             )
         return self.steps
+
+
+def _of_people(line: str) -> str:
+    """A line about samples, for a plan whose samples are people."""
+    return re.sub(r"\bsample\b", "person", re.sub(r"\bsamples\b", "people", line))
 
 
 def _up(epsilon: float) -> str:

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpscale.booking import Booking
+from dpscale.engine import ScaledSum
 from dpscale.momentum import MomentumState
 from dpscale.plan import Plan, differences
 from dpscale.sampling import Draw, Indices
@@ -29,6 +32,7 @@ class RunState:
         handed_out: number of the draw that was handed out last.
         last_released: the highest number that was released. A new loop goes on after it.
         outstanding: draws that were handed out and neither released nor dropped, by number.
+        parts: of outstanding draws that come in parts, by number: which samples were summed, and their sum.
         momentum: what the momentum remembers; None before the first step.
         loop: number of the loop over batches that goes on.
         resumed: how often the run was resumed from a checkpoint.
@@ -46,6 +50,7 @@ class RunState:
     handed_out: int = 0
     last_released: int = 0
     outstanding: dict[int, Draw] = field(default_factory=dict)
+    parts: dict[int, tuple[list[slice], ScaledSum]] = field(default_factory=dict)
     momentum: MomentumState | None = None
     loop: int = 0
     resumed: int = 0
@@ -64,14 +69,37 @@ class RunState:
     def start_loop(self) -> int:
         """Begin a new loop after the last draw that was released; what is outstanding is dropped."""
         self.loop += 1
-        self.outstanding.clear()
+        self.drop()
         self.handed_out = self.last_released
         return self.loop
 
-    def hand_out(self, indices: Indices) -> Draw:
+    def drop(self) -> None:
+        """What is outstanding will not come back, nor what was summed of it."""
+        self.outstanding.clear()
+        self.parts.clear()
+
+    def missing(self, draw: Draw, part: slice | None) -> int:
+        """How many samples of a draw are left to sum after this part; refuses what was summed already."""
+        known = self.parts[draw.number][0] if draw.number in self.parts else []
+        if known and part is None:
+            raise RuntimeError(
+                f"Parts of draw {draw.number} were summed already. Go on with its other parts, from the same "
+                "private.parts(batch, size), or begin a new loop."
+            )
+        if part is None:
+            return 0
+        if any(part.start < other.stop and other.start < part.stop for other in known):
+            raise RuntimeError(
+                f"Samples {part.start} to {part.stop - 1} of draw {draw.number} were summed already: each sample adds "
+                "to a release once. Use each part of private.parts(batch, size) once."
+            )
+        summed: int = sum(each.stop - each.start for each in (part, *known))
+        return len(draw.mask) - summed
+
+    def hand_out(self, indices: Indices, shares: NDArray[np.float32] | None = None) -> Draw:
         """The next draw, from now on outstanding."""
         self.handed_out += 1
-        draw = Draw.of(self.handed_out, indices)
+        draw = Draw.of(self.handed_out, indices, shares)
         self.outstanding[draw.number] = draw
         self._made.add(draw)
         return draw
@@ -79,6 +107,7 @@ class RunState:
     def release(self, draw: Draw) -> int:
         """Book a draw as a step; its number."""
         del self.outstanding[draw.number]
+        self.parts.pop(draw.number, None)
         self._released.add(draw)
         self.steps_taken += 1
         self.released_here += 1
@@ -142,7 +171,7 @@ class RunState:
 
     def only_outstanding(self, rows: int | None = None) -> Draw:
         """The one outstanding draw, or the one of so many rows; refuses to choose among several."""
-        fitting = [draw for draw in self.outstanding.values() if rows in (None, len(draw.mask))]
+        fitting = [draw for draw in self.outstanding.values() if rows in (None, draw.rows)]
         if len(fitting) == 1:
             return fitting[0]
         if not self.outstanding:
@@ -158,7 +187,7 @@ class RunState:
                 "rows each. Pass on the batch as drawn, or change it with batch.map(...), so that the right one is "
                 "released."
             )
-        sizes = ", ".join(f"draw {d.number} has {len(d.mask)}" for d in self.outstanding.values())
+        sizes = ", ".join(f"draw {d.number} has {d.rows}" for d in self.outstanding.values())
         raise ValueError(
             f"The 'batch' parameter of step must be of as many rows as its draw. Got {rows} instead; {sizes}. Pass on "
             "every row."

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dpscale.checks import is_number, require, require_count, require_positive
+from dpscale.checks import is_number, require, require_count, require_positive, settle_numbers
 
 if TYPE_CHECKING:  # it takes as long to import as torch, and sampling does without it
     import dp_accounting
@@ -48,21 +48,30 @@ class Draw:
         number: 1 for the first draw of a run.
         indices: of the samples drawn; there may be none.
         mask: per row of the batch, True for a sample. An empty draw has one row, which is masked.
+        shares: of a draw of people, (people, rows of each): the part of every row in the mean over its person's
+            records. A person's rows stand together, and ``mask`` has one entry for each person. None: of samples.
     """
 
     number: int
     indices: Indices
     mask: NDArray[np.bool_]
+    shares: NDArray[np.float32] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of the batch."""
+        return len(self.mask) if self.shares is None else self.shares.size
 
     @staticmethod
-    def of(number: int, indices: Indices) -> "Draw":
+    def of(number: int, indices: Indices, shares: NDArray[np.float32] | None = None) -> "Draw":
         """The draw of these samples.
 
         Example:
             >>> Draw.of(1, np.array([7, 9])).mask, Draw.of(2, np.array([], dtype=np.int64)).mask
             (array([ True,  True]), array([False]))
         """
-        return Draw(number=number, indices=indices, mask=np.arange(max(1, len(indices))) < len(indices))
+        mask = np.arange(max(1, len(indices))) < len(indices)
+        return Draw(number=number, indices=indices, mask=mask, shares=shares)
 
     def __copy__(self) -> "Draw":
         return self
@@ -92,6 +101,7 @@ class Sampling(ABC):
     adjacency: Adjacency
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         owner = type(self).__name__
         action = "The dataset is empty: give it samples." if self.size == 0 else "Pass len(dataset)."
         require_count(owner, "size", self.size, action=action)

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dpscale.checks import require, require_positive
+from dpscale.checks import require, require_positive, settle_numbers
 
 if TYPE_CHECKING:  # a plan is made, and its cost computed, without torch
     from torch import Tensor
@@ -43,6 +43,7 @@ class Scaling(ABC):
     C: float = 1.0
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_positive(type(self).__name__, "C", self.C)
 
     def weight(self, norms: "Tensor") -> "Tensor":
@@ -86,6 +87,7 @@ class Clip(Scaling):
     """
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         require_positive("Clip", "C", self.C, finite=False)
 
     def _weight(self, x: "Tensor") -> "Tensor":

@@ -11,15 +11,17 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from dpscale import checkpoint
-from dpscale.batches import Batch, Batches, Padding, device_of, fetched, part_of, rows_of
+from dpscale.batches import Batch, Batches, Padding, Pick, device_of, fetched, part_of, rows_of
 from dpscale.booking import open_run
-from dpscale.checks import complaint, out_of_memory, require, require_count
+from dpscale.checks import complaint, out_of_memory, plain_number, require, require_count
 from dpscale.distributed import Description, Ranks, data_terms, unwrapped
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
+from dpscale.engine.arguments import tensors_in
 from dpscale.engine.compat import foreach_add_, foreach_div_, tree_map
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.modules import Structure, structure
@@ -27,6 +29,7 @@ from dpscale.guard import Guard, wrapped
 from dpscale.ledger import BudgetExhausted, Ledger
 from dpscale.momentum import MomentumState
 from dpscale.noise import Key, Noise
+from dpscale.people import People, by_person, mean_of, people_of
 from dpscale.plan import Plan
 from dpscale.run import RunState, refusals
 from dpscale.sampling import Draw, Indices
@@ -101,7 +104,8 @@ class Private:
 
     @property
     def plan(self) -> Plan:
-        """The source of σ, bound and ε. Another one would put a new price on what is already released, so it stays."""
+        """The source of σ, bound and ε. Another one would put a new price on what is already released, so it stays.
+        That its samples are people it may learn from the data, before the first release."""
         return self._plan
 
     @property
@@ -263,7 +267,7 @@ class Private:
                 "Nothing was changed. Load into a new one, from privatize(). To go back to earlier weights, load them "
                 "into the model: the steps stay paid for."
             )
-        against = [*refusals(state, self._plan, self._parameters(), self._state.name)]
+        against = [*refusals(state, self._plan_for(state), self._parameters(), self._state.name)]
         if model is not None and not against:
             against = [*_differences(model, self.model.state_dict())]
         if against:
@@ -271,11 +275,18 @@ class Private:
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that was checked; `_adopt` must follow. Whatever interrupts it, no noise comes again."""
-        run, self._noise = self._state, Noise(Key())
+        run, self._noise, self._plan = self._state, Noise(Key()), self._plan_for(state)
         with run.lock:
             position, lost = state["steps_taken" if self.plan.sampling.independent else "last_released"], state["lost"]
             run.restore(state, self._plan, lost if run.booking is None else run.booking.resume(position, lost))
             self._engine.recorder.stop()
+
+    def _plan_for(self, state: Any) -> Plan:
+        """This run's plan; where it does not say that samples are people, as a state has it."""
+        plan = state.get("plan") if isinstance(state, Mapping) else None
+        records = plan.get("records") if isinstance(plan, Mapping) else None
+        silent = self._plan.records is None and self._state.name is None
+        return replace(self._plan, records=records) if silent and isinstance(records, int) else self._plan
 
     def _adopt(self) -> None:
         """Take over what rank 0 knows of the ledger, and a fresh key: runs that are resumed, or composed in a ledger,
@@ -324,8 +335,8 @@ class Private:
         which is masked: a step of noise. On several ranks each gets its rows of the draw, and those are its batch.
 
         Args:
-            dataset: a `TensorDataset` (indexed on the device where its tensors are), or any map-style dataset. May be
-                left out after `make_private`.
+            dataset: a `TensorDataset` (indexed on the device where its tensors are), any map-style dataset, or people
+                (`by_user`). May be left out after `make_private`.
             loader: passed on to `torch.utils.data.DataLoader` (``num_workers``, ``collate_fn``, …). Sampling belongs
                 to the plan: ``batch_size``, ``shuffle`` and the like are refused. ``collate_fn`` is given the samples
                 drawn, and returns a row for each, in tensors, or tuples, lists, mappings of them.
@@ -376,6 +387,7 @@ class Private:
         require(not taken, "batches", "loader", "without options that change the sampling", sorted(taken),
                 "Choose the sampler in the plan.")  # fmt: skip
         self._require_places(dataset, loader)
+        self._settle_unit(people_of(dataset))
         left = max(0, self.steps - self._charged)
         if self._state.lost and not self._state.resumed:
             told = (
@@ -387,6 +399,21 @@ class Private:
         if not left:
             log.warning("dpscale: all %d planned steps are taken, so there are no more batches.", self.steps)
         return left
+
+    def _settle_unit(self, people: People | None) -> None:
+        """The plan says whether its samples are people. One that does not learns it from its data, unless it has a
+        price already."""
+        records = None if people is None else people.records
+        if records == self.plan.records:
+            return
+        must, got = (
+            "of single records" if most is None else f"of people with {most} records at most"
+            for most in (self.plan.records, records)
+        )
+        settled = self.plan.records is not None or self._charged > 0 or self._state.name is not None
+        action = f"Plan with Plan(..., records={records}), so that its statement says what is protected."
+        require(not settled, "batches", "dataset", f"{must}, as planned", got, action)
+        self._plan = replace(self._plan, records=records)
 
     def _require_places(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> None:
         """Where something is remembered of each sample by its place, the places must stay."""
@@ -413,19 +440,23 @@ class Private:
         start = state.handed_out
         drawn = self.plan.sampling.draws(self._noise.key.generator("sampling"), start=start, order=self._order(start))
         shares = map(self._ranks.share, islice(drawn, count))
+        people, each = people_of(dataset), None
+        picks: Iterator[Pick] = map(Pick.of, shares)
+        if people is not None:
+            dataset, each, picks = people.dataset, people.each, people.picks(shares, start + 1, self._noise.key)
         try:
-            for indices, data, singles, rows in fetched(dataset, loader, shares):
+            for pick, data, singles, rows in fetched(dataset, loader, picks, each):
                 with state.lock:
                     if this != state.loop:
                         raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
-                    batch = Batch(data, state.hand_out(indices), singles, rows)
+                    batch = Batch(data, state.hand_out(pick.indices, pick.shares), singles, rows)
                     if batch.draw.mask.any():
-                        self._engine.recorder.start(len(batch.draw.mask), batch.rows)
+                        self._engine.recorder.start(len(batch.draw.mask), batch.rows, each or 1, tensors_in(data))
                 yield batch
         except GeneratorExit:  # the loop was left: what it has handed out will not come back
             with state.lock:
                 if this == state.loop:
-                    state.outstanding.clear()
+                    state.drop()
                     self._engine.recorder.stop()
                     self._ranks.give_back()
             raise
@@ -435,7 +466,8 @@ class Private:
 
         Args:
             batch: as drawn; it may have been moved to a device or transformed sample by sample.
-            loss_fn: ``loss_fn(model, data)`` -> per-sample losses, shape (B,); ``data`` is ``batch.data``.
+            loss_fn: ``loss_fn(model, data)`` -> per-sample losses, shape (B,); ``data`` is ``batch.data``. Of people, a
+                loss for each record.
         """
         with self._ranks.whole():
             with self._ranks.together("step", lambda: self._terms(draw)):
@@ -444,6 +476,9 @@ class Private:
                 draw = self._claim_draw(batch, rows_of(data), parameters)
                 momentum = self._momentum_state(parameters, len(draw.mask))
                 batch = batch if isinstance(batch, Batch) else Batch(data, draw)
+                if draw.shares is not None:
+                    self._engine.recorder.require_order(tensors_in(data))
+                    batch, loss_fn = by_person(batch, loss_fn)
                 with self._engine.timed():
                     out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
                 report = self._book(draw, out)
@@ -457,27 +492,105 @@ class Private:
         """In place of ``losses.mean().backward()`` in a loop of your own: afterwards every ``.grad`` is private.
 
         Call it once per batch of `batches`, on the per-sample losses of that whole batch, then ``optimizer.step()``.
+        For a batch in parts, see `parts`.
 
         Args:
-            losses: shape (B,), from a forward of the model on the drawn batch.
+            losses: shape (B,), from a forward of the model on the drawn batch; of people, one for each row.
             batch: the one that they are the losses of. None: the one outstanding draw.
         """
+        part = batch.part if isinstance(batch, Batch) else None
+        if part is not None and self._state.missing(batch.draw, part):  # type: ignore[union-attr]
+            return self._keep(losses, batch, part)
         with self._ranks.whole():
             with self._ranks.together("backward", lambda: self._terms(draw)):
                 self._check_backward()
                 parameters = self._parameters()
                 draw = self._claim_draw(batch, None, parameters)
-                check_losses(losses, len(draw.mask))
                 momentum = self._momentum_state(parameters, len(draw.mask))
-                if draw.mask.any():
-                    mask = torch.ones(len(draw.mask), dtype=torch.bool, device=losses.device)
-                    with _memory_advice(len(draw.mask)):
-                        out = self._engine.recorder.scaled_sum(losses, self.plan.scaling, mask)
-                else:
-                    out = _nothing(parameters, losses.device, self.plan.bound)
+                out = self._with_parts(draw, self._recorded(losses, draw, part, parameters))
                 report = self._book(draw, out)
             self._release(draw, out, parameters, momentum)
         return report
+
+    def parts(self, batch: Batch, size: int) -> Iterator[Batch]:
+        """A batch in parts, for a loop of your own in which a whole one does not fit into memory.
+
+        Call `backward` with each of them, and ``optimizer.step()`` after the last. What the parts add up to is kept
+        until then: noise is added once, the draw is released once, and there is no gradient before. Each sample counts
+        once, if the losses that are given with a part are those of its rows; a person is never divided.
+
+        Args:
+            batch: as drawn.
+            size: samples (people) in each part.
+
+        Example:
+            >>> import torch, dpscale; from torch import nn; from torch.utils.data import TensorDataset
+            >>> data = TensorDataset(torch.randn(200, 5), torch.randint(0, 2, (200,)))
+            >>> model = nn.Linear(5, 2); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> private = dpscale.make_private(model, optimizer, data, epsilon=3, delta=1e-4, epochs=1, batch=50)
+            >>> for batch in private.batches():
+            ...     for part in private.parts(batch, 20):
+            ...         x, y = part
+            ...         _ = private.backward(nn.functional.cross_entropy(model(x), y, reduction="none"), part)
+            ...     optimizer.step(); optimizer.zero_grad()
+            >>> private.steps_taken
+            4
+        """
+        require_count("parts", "size", size, action="It is how many samples go through a forward at once.")
+        require(isinstance(batch, Batch) and batch.part is None, "parts", "batch", "a whole one of private.batches()",
+                type(batch).__name__)  # fmt: skip
+        require(not self._ranks.sharded, "parts", "batch", "of a model that is not sharded", "one under fully_shard",
+                "Call privatize(..., micro_batch=...) and private.step(batch, loss_fn).")  # fmt: skip
+        draw = self._state.check_outstanding(batch.draw)
+        rows = rows_of(batch.data)
+        require(rows == draw.rows, "parts", "batch", f"of {draw.rows} rows, as drawn", rows, "Pass on every row.")
+        count, each = len(draw.mask), draw.rows // len(draw.mask)
+        for start in range(0, count, size):
+            part = slice(start, min(start + size, count))
+            own = part_of(batch.data, slice(part.start * each, part.stop * each), draw.rows)
+            if draw.mask.any():
+                self._engine.recorder.start(part.stop - part.start, batch.rows_in(part), each, tensors_in(own))
+            yield Batch(own, draw, {}, batch.rows_in(part), part)
+
+    def _keep(self, losses: Tensor, batch: Any, part: slice) -> StepReport:
+        """Sum a part of a draw that is not its last, and keep it. An error is one on all ranks, which may wait."""
+        try:
+            self._check_backward()
+            parameters = self._parameters()
+            draw = self._claim_draw(batch, None, parameters)
+            out = self._recorded(losses, draw, part, parameters)
+            known = self._state.parts[draw.number][0] if draw.number in self._state.parts else []
+            self._state.parts[draw.number] = [*known, part], self._with_parts(draw, out)
+        except Exception:
+            with self._ranks.together("backward", dict):
+                raise
+        return StepReport(part.stop - part.start, out.losses, out.norms, out.weights, out.ignored)
+
+    def _with_parts(self, draw: Draw, out: ScaledSum) -> ScaledSum:
+        """The sum over a part, and over those of its draw before it. What was kept stays as it is: should this come to
+        nothing, another try needs it."""
+        if draw.number not in self._state.parts:
+            return out
+        kept = self._state.parts[draw.number][1]
+        if set(kept.grads) != set(out.grads):
+            raise RuntimeError(
+                "Parameters were frozen, unfrozen or replaced between the parts of a batch. Nothing was released. Do "
+                "that between batches."
+            )
+        foreach_add_(list(out.grads.values()), [kept.grads[n] for n in out.grads])
+        return replace(_joined([kept, out]), grads=out.grads)
+
+    def _recorded(self, losses: Tensor, draw: Draw, part: slice | None, parameters: Parameters) -> ScaledSum:
+        """The sum over the samples of a part, from the losses of its rows, whose forward was recorded."""
+        count, each = len(draw.mask[part or slice(None)]), draw.rows // len(draw.mask)
+        check_losses(losses, count * each)
+        if not draw.mask.any():
+            return _nothing(parameters, losses.device, self.plan.bound)
+        if draw.shares is not None:
+            losses = mean_of(losses, torch.from_numpy(draw.shares[part or slice(None)]).to(losses.device))
+        with _memory_advice(count, f"{_MICRO_BATCH}, or private.backward on each of private.parts(batch, {{}})"):
+            mask = torch.ones(count, dtype=torch.bool, device=losses.device)
+            return self._engine.recorder.scaled_sum(losses, self.plan.scaling, mask)
 
     def _claim_draw(self, batch: Any, rows: int | None, parameters: Parameters) -> Draw:
         """The draw that is about to be released, after every check that could refuse it. Nothing is changed."""
@@ -486,10 +599,11 @@ class Private:
             raise self._exhausted()
         if isinstance(batch, Batch):
             draw = state.check_outstanding(batch.draw)
-            if rows not in (None, len(draw.mask)):
-                raise complaint("step", "batch", f"of {len(draw.mask)} rows, as drawn", rows, "Pass on every row.")
+            if rows not in (None, draw.rows):
+                raise complaint("step", "batch", f"of {draw.rows} rows, as drawn", rows, "Pass on every row.")
         else:
             draw = state.only_outstanding(rows)
+        state.missing(draw, batch.part if isinstance(batch, Batch) else None)
         if state.charged(independent, draw) > self.steps:
             raise self._exhausted()
         overwritten = {id(self._ranks.stored(p)) for p in parameters.values()}
@@ -613,8 +727,9 @@ class Private:
         if self._guard.unapplied and any(self._ranks.stored(p).grad is not None for p in self.model.parameters()):
             raise RuntimeError(
                 "backward() was called again before optimizer.step(). A second release would overwrite the first, "
-                "and both would be charged. Call optimizer.step() and optimizer.zero_grad() first; for larger "
-                "batches, raise the plan's batch."
+                "and both would be charged. Call optimizer.step() and optimizer.zero_grad() first. For larger "
+                "batches, raise the plan's batch; to divide one, use private.parts(batch, size); for several losses, "
+                "add them up sample by sample, or give each model a run of its own."
             )
         momentum = self.plan.momentum
         if momentum is not None and not momentum.alone:
@@ -662,9 +777,9 @@ def privatize(
         plan: calibrated.
         seed: None for the operating system's randomness; an integer makes the run reproducible until it is resumed, and
             its noise guessable. With a ledger it has no effect: runs that are added up must not share noise.
-        micro_batch: rows per forward of `Private.step`; None for a whole batch. A matter of memory and speed: results
-            do not depend on it. For a compiled step, Poisson draws are padded to a few sizes: 512 rows on average to
-            524. In a loop of your own the forward is yours, on the rows drawn.
+        micro_batch: samples per forward of `Private.step`; None for a whole batch. A matter of memory and speed: the
+            result does not depend on it. For a compiled step, Poisson draws are padded to a few sizes: 512 rows on
+            average to 524. In a loop of your own the forward is yours, on the rows drawn; `Private.parts` divides it.
         compile: trace and compile `Private.step` at its first batch, which takes from seconds to a minute and pays over
             a long run. None: on CUDA, and on the CPU once it is seen that minutes of steps are left (not with a seed: a
             run that is compiled midway, at a moment that the clock decides, cannot be reproduced). What cannot be
@@ -693,6 +808,7 @@ def privatize(
         >>> private.steps_taken, private.epsilon(1e-4) <= 3
         (3, True)
     """
+    seed, micro_batch = plain_number(seed), plain_number(micro_batch)
     require(run is None or ledger is not None, "privatize", "run", "left out without a ledger", run)
     require(isinstance(ledger, Ledger | None), "privatize", "ledger", "a dpscale.Ledger, or None", ledger)
     model = unwrapped(model)
@@ -727,6 +843,9 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer, plan: Plan, micro_b
             "Give steps or epochs, or call plan.calibrate_steps(epsilon=..., delta=...).")  # fmt: skip
     if micro_batch is not None:
         require_count("privatize", "micro_batch", micro_batch)
+    lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
+    require(not lazy, "privatize", "model", "one whose parameters have shapes", f"a lazy one ({lazy[:1]} has none yet)",
+            "Run a batch of zeros through it, and then make the optimizer.")  # fmt: skip
     require_finite(model)
     lbfgs = any(isinstance(one, torch.optim.LBFGS) for one in wrapped(optimizer))
     require(not lbfgs, "privatize", "optimizer", "one that steps once per gradient", "LBFGS",
@@ -747,25 +866,28 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, stored: Callable[[Te
 
 
 class TooLarge(MemoryError):
-    """So many rows do not fit into memory."""
+    """So many samples do not fit into memory."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, action: str) -> None:
         super().__init__(
-            f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. Call privatize(..., "
-            f"micro_batch={max(1, rows // 2)}) and private.step(batch, loss_fn): the result does not depend on it."
+            f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. "
+            f"{action.replace('{}', str(max(1, rows // 2)))}: the result does not depend on it."
         )
         self.rows = rows
 
 
+_MICRO_BATCH = "Call privatize(..., micro_batch={}) and private.step(batch, loss_fn)"
+
+
 @contextmanager
-def _memory_advice(rows: int) -> Iterator[None]:
+def _memory_advice(rows: int, action: str = _MICRO_BATCH) -> Iterator[None]:
     """Say what to do when a micro-batch does not fit."""
     try:
         yield
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        raise TooLarge(rows) from error
+        raise TooLarge(rows, action) from error
 
 
 def _copied(value: Any) -> Any:

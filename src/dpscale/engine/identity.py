@@ -63,10 +63,14 @@ def identity(function: Callable[..., Any], *, numbers: bool) -> Any:
 
 
 def code_of(function: Any) -> Any:
-    """What is the same for all functions of one code, whatever they hold."""
+    """What is the same for all functions of one code, whatever they hold; of a function around another
+    (``functools.wraps``), both codes."""
     while isinstance(function, (functools.partial, MethodType)):
         function = function.func if isinstance(function, functools.partial) else function.__func__
-    return function.__code__ if isinstance(function, FunctionType) else type(function)
+    if not isinstance(function, FunctionType):
+        return type(function)
+    inner = function.__dict__.get("__wrapped__")
+    return function.__code__ if inner is None else (function.__code__, code_of(inner))
 
 
 class _Look:
@@ -165,7 +169,8 @@ def variables_of(function: Any) -> list[Variable]:
     for name, values in _places(function.__code__, function.__globals__):
         if not isinstance(values[name], ModuleType):
             found.append((name, partial(values.__getitem__, name), partial(values.__setitem__, name)))
-    return found
+    inner = function.__dict__.get("__wrapped__")
+    return found if inner is None or isinstance(inner, FunctionType) else [*found, *variables_of(inner)]
 
 
 def _constant(name: str, value: Any) -> Variable:

@@ -2,11 +2,14 @@
 
 Between the draw of a batch and its backward, every forward of the model on that many rows is taped. One that never
 meets a backward (an evaluation) costs nothing but the memory of its graph, and is forgotten when no draw waits.
+
+A sample may have several rows that stand together (the records of a person): (samples·each, …) is then looked at as
+(samples, each, …), and a sample's loss is made from its rows' losses.
 """
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +51,11 @@ class Recorder:
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
-        self._waiting: dict[int, Features | None] = {}  # by how many rows an outstanding draw has: what they are like
+        self._waiting: dict[
+            int, Features | None
+        ] = {}  # by how many rows a part of a draw has: what its samples are like
+        self._each = 1  # rows of a sample
+        self._drawn: dict[int, Sequence[Tensor]] = {}  # by how many rows, where their order counts: the tensors drawn
         self._forwards: list[Forward] = []
         self._running: tuple[Tape, Subject, Any, Any] | None = None
         self._obstacle: str | None = None
@@ -56,25 +63,42 @@ class Recorder:
         self._checked = 0  # batches whose losses were looked at
         self._hooks: list[RemovableHandle] = []  # on the model only while a batch waits, so that none is saved with it
 
-    def start(self, samples: int, rows: Features | None = None) -> None:
-        """A batch of so many rows was drawn, with these features."""
+    def start(self, samples: int, rows: Features | None = None, each: int = 1, drawn: Sequence[Tensor] = ()) -> None:
+        """A batch of so many samples was drawn, with these features, so many rows of each, and these tensors."""
         model = self._engine.model
         if not self._hooks and not isinstance(model, torch.jit.ScriptModule):  # which takes none, and shows nothing
             self._hooks = [
                 model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
                 model.register_forward_hook(_Hook(self._after), with_kwargs=True, always_call=True),
             ]
-        self._waiting[samples] = None if samples in self._waiting else rows  # of several, whose they are is not known
+        self._each, count = each, samples * each
+        if each > 1:
+            self._drawn[count] = () if count in self._waiting else drawn
+        self._waiting[count] = None if count in self._waiting else rows  # of several, whose they are is not known
 
     def stop(self) -> None:
         """No batch is waiting."""
         if self._running is not None:  # an interrupt came in the midst of a forward
             self._running[0].__exit__(None, None, None)
             self._running = None
-        self._waiting, self._forwards, self._obstacle, self._twice = {}, [], None, False
+        self._waiting, self._forwards, self._obstacle, self._twice, self._drawn = {}, [], None, False, {}
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def require_order(self, given: Sequence[Tensor]) -> None:
+        """Where a person's rows must stand together, refuse rows in another order than they were drawn in.
+
+        It is seen where a tensor of the batch itself is given; not where it was computed with before.
+        """
+        for t, other in ((one, other) for one in given for other in self._drawn.get(len(one), ())):
+            if t.shape == other.shape and t.dtype == other.dtype and not torch.equal(t.to(other.device), other):
+                now, then = (rows.detach().cpu().reshape(len(t), -1).unique(dim=0) for rows in (t, other))
+                if now.shape == then.shape and torch.equal(now, then):
+                    raise UnsupportedModel(
+                        "The model was given the rows of the batch in another order. Rows are told to be a person's by "
+                        "their place. Give them in the order in which they were drawn, and sort inside the model."
+                    )
 
     def scaled_sum(self, losses: Tensor, rule: Scaling, mask: Tensor) -> ScaledSum:
         """As `dpscale.scaled_sum`, from losses whose forward was taped."""
@@ -125,21 +149,22 @@ class Recorder:
             return
         flat, spec = tree_flatten((args, kwargs))
         sizes = {len(t) for t in flat if isinstance(t, Tensor) and t.ndim}
-        samples = next(iter(self._waiting.keys() & sizes), None)
-        if samples is None:
+        count = next(iter(self._waiting.keys() & sizes), None)
+        if count is None:
             return
-        rows = [k for k, t in enumerate(flat) if isinstance(t, Tensor) and t.ndim and len(t) == samples]
-        batch = [flat[k].detach() for k in rows]
+        rows, each, samples = [k for k, t in enumerate(flat) if _has(t, count)], self._each, count // self._each
+        self.require_order([flat[k] for k in rows])
+        batch = [flat[k].detach() if each == 1 else flat[k].detach().unflatten(0, (-1, each)) for k in rows]
 
         def run(batch: list[Tensor]) -> Tensor:
-            put = dict(zip(rows, batch, strict=True))
+            put = dict(zip(rows, batch if each == 1 else [t.flatten(0, 1) for t in batch], strict=True))
             a, k = tree_unflatten([put.get(n, t) for n, t in enumerate(flat)], spec)
-            return _projected(model(*a, **k), len(batch[0]))
+            return _projected(model(*a, **k), len(batch[0]), each)
 
         found = structure(model)
         subject = Subject(model, trainable(found), run)
         mask = torch.ones(samples, dtype=torch.bool)
-        kind, _ = self._engine.trust(subject, found, batch, mask, self._waiting[samples])
+        kind, _ = self._engine.trust(subject, found, batch, mask, self._waiting[count])
         self._obstacle = self._engine.obstacle(kind)
         if self._obstacle is None:
             tape = Tape(subject.parameters, None, self._engine.sites, samples, lenient=True)
@@ -164,9 +189,8 @@ class Recorder:
             set_random_states(now)
             if tape.lost:
                 self._obstacle = "which operations it runs changes from call to call"
-        outputs = [
-            get_gradient_edge(t) for t in tensors_of(output) if t.requires_grad and t.ndim and len(t) == tape.samples
-        ]
+        count = tape.samples * self._each
+        outputs = [get_gradient_edge(t) for t in tensors_of(output) if t.requires_grad and _has(t, count)]
         forward = Forward(tape, outputs)
         self._forwards = [*self._forwards[-MOST + 1 :], forward]
         passed = partial(_passed, weakref.ref(self), weakref.ref(forward))  # weakly: the graph holds its hooks
@@ -216,9 +240,14 @@ def tensors_of(output: Any, depth: int = 4) -> Iterator[Tensor]:
         yield from tensors_of(vars(output), depth - 1)
 
 
-def _projected(output: Any, samples: int) -> Tensor:
-    """One number per row of a model's outputs, in which every entry counts; what has no rows does not."""
-    rows = [t for t in tensors_of(output) if t.ndim and len(t) == samples and t.is_floating_point()]
+def _has(t: Any, count: int) -> bool:
+    """Whether it is a tensor of so many rows."""
+    return isinstance(t, Tensor) and t.ndim > 0 and len(t) == count
+
+
+def _projected(output: Any, samples: int, each: int = 1) -> Tensor:
+    """One number per sample of a model's outputs, in which every entry counts; what has no rows does not."""
+    rows = [t for t in tensors_of(output) if _has(t, samples * each) and t.is_floating_point()]
     total = torch.zeros(samples, dtype=torch.float32, device=rows[0].device if rows else None)
     for t in rows:
         flat = t.reshape(samples, -1)

@@ -1,0 +1,117 @@
+"""What people hold their data in, as a dataset of samples by index: arrays, data frames, Hugging Face datasets.
+
+None of these libraries is imported: a data frame is known by what it has.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from dpscale.checks import complaint, require
+
+log = logging.getLogger("dpscale")
+
+COLUMNS = 8
+"""A list of more arrays than this is one of samples, not of inputs and labels."""
+
+
+def dataset_of(owner: str, data: Any, target: str | None = None, without: Sequence[str] = ()) -> Dataset[Any]:
+    """A dataset with a length and samples by index; refuses what cannot be one.
+
+    | data                              | a sample                                                         |
+    |-----------------------------------|------------------------------------------------------------------|
+    | a dataset                         | its own                                                          |
+    | (X, y), or X: arrays or tensors   | a row of each; arrays as float32, int64, uint8 or bool           |
+    | a data frame with ``target``      | (the other columns as float32, the target)                       |
+    | a Hugging Face dataset            | its own; as tensors if it has no format                          |
+
+    Args:
+        owner: for complaints.
+        data: one of these.
+        target: the column of a frame that is to be learned.
+        without: columns of a frame, or of a Hugging Face dataset, to leave out.
+    """
+    if is_frame(data):
+        return _of_frame(owner, data, target, without)
+    action = "It names the column of a data frame."
+    require(target is None, owner, "target", "left out unless the data are a data frame", target, action)
+    if _is_hugging_face(data):
+        return _of_hugging_face(owner, data, without)  # type: ignore[no-any-return]
+    if isinstance(data, np.ndarray):
+        data = (data,)
+    if isinstance(data, (tuple, list)) and 0 < len(data) <= COLUMNS and all(map(_is_array, data)):
+        sizes = [len(values) for values in data]
+        must = "arrays of the same length, a row for each sample"
+        require(len({*sizes}) == 1, owner, "data", must, f"lengths {sizes}", "Pass (X, y).")
+        return TensorDataset(*(_tensor(owner, values) for values in data))
+    indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    ok = indexed and not isinstance(data, (IterableDataset, str, bytes, Mapping))
+    must = "a dataset with a length and samples by index"
+    action = "Sampling and accounting need to know how many: load them into a list, or into arrays (X, y)."
+    require(ok, owner, "data", must, type(data).__name__, action)
+    return data  # type: ignore[no-any-return]
+
+
+def is_frame(data: Any) -> bool:
+    """Whether it is a data frame: of pandas, or of a library that is like it."""
+    return not isinstance(data, Tensor) and hasattr(data, "columns") and hasattr(data, "to_numpy")
+
+
+def column_of(owner: str, data: Any, name: str) -> Any:
+    """A column of a frame or of a Hugging Face dataset."""
+    names = list(data.columns) if is_frame(data) else data.column_names if _is_hugging_face(data) else None
+    action = "Pass one value for each record."
+    require(names is not None, owner, "users", "the name of a column only for a data frame or a Hugging Face dataset",
+            name, action)  # fmt: skip
+    require(name in (names or ()), owner, "users", f"one of the columns {names}", name)
+    return data[name].to_numpy() if is_frame(data) else data.with_format(None)[name][:]
+
+
+def _of_frame(owner: str, frame: Any, target: str | None, without: Sequence[str]) -> TensorDataset:
+    names = list(frame.columns)
+    action = f"Its columns are {names}."
+    require(target is not None and target in names, owner, "target", "the column of the frame that is to be learned",
+            target, action)  # fmt: skip
+    inputs = [name for name in names if name != target and name not in without]
+    require(bool(inputs), owner, "data", "a frame with columns beside the target", f"the columns {names}")
+    columns = [_tensor(owner, frame[name].to_numpy(), name).to(torch.float32) for name in inputs]
+    return TensorDataset(torch.stack(columns, 1), _tensor(owner, frame[target].to_numpy(), target))
+
+
+def _of_hugging_face(owner: str, data: Any, without: Sequence[str]) -> Any:
+    splits = type(data).__name__ == "DatasetDict"
+    require(not splits, owner, "data", "one split of a dataset", f"the splits {[*data] if splits else ()}",
+            "Pass one of them, such as data['train'].")  # fmt: skip
+    require(hasattr(data, "__len__"), owner, "data", "a dataset with a length and samples by index",
+            type(data).__name__, "Load it without streaming=True.")  # fmt: skip
+    data = data.remove_columns(list(without)) if without else data
+    if data.format["type"] is not None:
+        return data
+    log.info("dpscale: the Hugging Face dataset is read as tensors, as with_format('torch') gives them.")
+    return data.with_format("torch")
+
+
+def _is_hugging_face(data: Any) -> bool:
+    return any(made.__module__.split(".")[0] == "datasets" for made in type(data).__mro__)
+
+
+def _is_array(values: Any) -> bool:
+    return isinstance(values, (np.ndarray, Tensor)) and values.ndim > 0
+
+
+def _tensor(owner: str, values: Any, column: str | None = None) -> Tensor:
+    """Numbers as networks take them: float32, int64; bytes and truth values as they are. Tensors are left alone."""
+    if isinstance(values, Tensor):
+        return values
+    array = np.asarray(values)
+    if array.dtype.kind not in "fiub":
+        got = f"{array.dtype} values" if column is None else f"{array.dtype} values in the column {column!r}"
+        raise complaint(owner, "data", "of numbers", got, "Turn categories into numbers first, from a public list.")
+    as_it_is = array.dtype in (np.uint8, np.bool_)
+    wanted = array.dtype if as_it_is else np.dtype(np.float32 if array.dtype.kind == "f" else np.int64)
+    return torch.from_numpy(np.ascontiguousarray(array.astype(wanted, copy=not array.flags.writeable)))

@@ -1,0 +1,198 @@
+"""What people hand over as data: arrays, frames and Hugging Face datasets work; what cannot gets one clear line."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import dpscale
+
+from .helpers import SIZE, data, loss_fn, mlp, private
+
+datasets = pytest.importorskip("datasets")
+pandas = pytest.importorskip("pandas")
+BUDGET = {"epsilon": 3, "delta": 1e-3, "epochs": 1, "batch": 12}
+X, Y = (t.numpy() for t in data().tensors)
+
+
+def made(source, model=None, **options):
+    model = model or mlp()
+    return dpscale.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), source, seed=0, **BUDGET | options)
+
+
+def frame(**more):
+    return pandas.DataFrame({**{f"x{k}": X[:, k].astype(float) for k in range(4)}, "y": Y, **more})
+
+
+def hugging_face(**more):
+    return datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist(), **more})
+
+
+SOURCES = {
+    "tuple": lambda: ((X.astype(np.float64), Y.astype(np.int32)), {}),
+    "list": lambda: ([X, Y], {}),
+    "tensors": lambda: ((torch.from_numpy(X), torch.from_numpy(Y)), {}),
+    "mixed": lambda: ((X, torch.from_numpy(Y)), {}),
+    "frame": lambda: (frame(), {"target": "y"}),
+    "hugging-face": lambda: (hugging_face(), {}),
+    "hugging-face, numpy": lambda: (hugging_face().with_format("numpy"), {}),
+    "samples": lambda: ([(x, int(y)) for x, y in zip(torch.from_numpy(X), Y, strict=True)], {}),
+    "loader": lambda: (DataLoader(hugging_face().with_format("torch"), batch_size=4), {}),
+}
+
+
+def rows(batch):
+    return (batch["x"], batch["y"]) if isinstance(batch.data, dict) else tuple(batch)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_same_data_make_the_same_run(name):
+    source, options = SOURCES[name]()
+    plain, run = made(data()), made(source, **options)
+    for one, other in zip(plain.batches(), run.batches(), strict=True):
+        x, y = rows(other)
+        assert x.dtype == torch.float32 and y.dtype == torch.int64 and x.shape[1:] == (4,)
+        torch.testing.assert_close((x, y), tuple(one), rtol=1e-6, atol=1e-6)
+        run.step(other, lambda model, batch: loss_fn(model, rows_of_data(batch)))
+        plain.step(one, loss_fn)
+    assert run.plan == plain.plan and run.steps_taken == 5
+
+
+def rows_of_data(batch):
+    return (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+
+
+def test_inputs_alone_and_bytes_stay_what_they_are():
+    run = made((np.arange(SIZE * 4, dtype=np.uint8).reshape(SIZE, 4),))
+    (x,) = next(run.batches())
+    assert x.dtype == torch.uint8
+    (x,) = next(made(X).batches())
+    assert x.shape[1:] == (4,)
+
+
+def test_arrays_that_must_not_be_written_are_copied():
+    fixed = X.copy()
+    fixed.flags.writeable = False
+    assert next(made((fixed, Y)).batches())[0].shape[1:] == (4,)
+
+
+WITH_PEOPLE = {
+    "frame": lambda: frame(who=np.arange(SIZE) // 3),
+    "hugging-face": lambda: hugging_face(who=[str(i // 3) for i in range(SIZE)]),
+}
+
+
+@pytest.mark.parametrize("source", WITH_PEOPLE.values(), ids=WITH_PEOPLE)
+def test_people_from_a_column(source):
+    target = {"target": "y"} if isinstance(source(), pandas.DataFrame) else {}
+    people = dpscale.by_user(source(), "who", records=2, **target)
+    run = made(people, batch=6)
+    assert run.plan.sampling.size == SIZE // 3 == len(people)
+    for batch in run.batches():
+        assert "who" not in batch.data and rows(batch)[0].shape[1:] == (4,)
+        run.step(batch, lambda model, batch: loss_fn(model, rows_of_data(batch)))
+    with pytest.raises(ValueError, match=r"'users' parameter of by_user must be one of the columns \['x.*Got 'whose'"):
+        dpscale.by_user(source(), "whose", records=2, **target)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data())
+
+
+@pytest.mark.parametrize(
+    "source, options, message",
+    [
+        (lambda: Stream(), {}, "a dataset with a length and samples by index. Got 'Stream'.*load them into a list"),
+        (lambda: [X, Y[1:]], {}, r"arrays of the same length, a row for each sample. Got 'lengths \[60, 59\]'"),
+        (lambda: (X.astype(object), Y), {}, "of numbers. Got 'object values'.*Turn categories into numbers"),
+        (lambda: frame(), {}, r"'target' parameter of make_private must be the column.*None.*columns are \['x0'"),
+        (lambda: frame(), {"target": "z"}, "must be the column of the frame that is to be learned. Got 'z'"),
+        (lambda: frame(city=["a"] * SIZE), {"target": "y"}, "of numbers. Got .* values in the column 'city'"),
+        (lambda: frame()[["y"]], {"target": "y"}, "a frame with columns beside the target"),
+        (lambda: (X, Y), {"target": "y"}, "'target' parameter of make_private must be left out unless"),
+        (lambda: datasets.DatasetDict(train=hugging_face()), {}, r"one split of a dataset. Got .*splits \['train'\]"),
+        (lambda: hugging_face().to_iterable_dataset(), {}, "Got 'IterableDataset'"),
+        (lambda: "data.csv", {"batch": 2}, "must be a dataset.*Got 'str'"),
+        (lambda: {"x": X, "y": Y}, {}, "must be a dataset.*Got 'dict'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_data_gets_one_line(source, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        made(source(), **options)
+    assert "\n" not in str(error.value)
+
+
+# -- Other wrong objects ---------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_numpy_are_numbers():
+    sampling = dpscale.Poisson(size=np.int64(SIZE), batch=np.int32(12))
+    plan = dpscale.Plan(scaling=dpscale.Clip(C=np.float32(0.5)), sampling=sampling, steps=np.int64(5),
+                        noise_multiplier=np.float32(1.0), delta=np.float64(1e-3))  # fmt: skip
+    assert plan == private(delta=1e-3).plan and plan.to_dict() == private(delta=1e-3).plan.to_dict()
+    assert all(type(v) is int for v in (sampling.size, sampling.batch, plan.steps))
+    run = made(data(), batch=np.int64(12), epochs=np.int32(1), micro_batch=np.int64(4))
+    assert run.plan == made(data()).plan
+    for batch in run.batches():
+        run.step(batch, loss_fn)
+    assert len(dpscale.by_user(data(), np.arange(SIZE) % 7, records=np.int64(2))) == 7
+
+
+def test_a_lazy_module_is_told_what_to_do():
+    model = nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"a lazy one \(\['0.weight'\] has none yet\).*Run a batch of zeros"):
+        dpscale.make_private(model, optimizer, data(), **BUDGET)
+    model(torch.zeros(2, 4))
+    run = dpscale.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data(), **BUDGET)
+    for batch in run.batches():
+        run.step(batch, loss_fn)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_runs_sample_by_sample_and_says_so(caplog):
+    run, plain = made(data(), torch.jit.script(mlp())), made(data())
+    for batch in run.batches():
+        run.step(batch, loss_fn)
+    for batch in plain.batches():
+        plain.step(batch, loss_fn)
+    for a, b in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert "runs sample by sample" in caplog.text
+
+
+def test_rates_are_advised(caplog):
+    caplog.set_level(logging.INFO, "dpscale")
+    told = {}
+    for carried, bound in ((0.0, 1.0), (0.9, 2.0)):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=carried)
+        dpscale.make_private(model, optimizer, data(), scaling=dpscale.Clip(C=bound), **BUDGET)
+        (line,) = [r.args for r in caplog.records if "learning rates to try" in r.msg]
+        told[carried] = np.array(line)
+        caplog.clear()
+    assert told[0.0][:2] * 0.1 / 2 == pytest.approx(told[0.9][:2]) and told[0.0][2] == 0.1
+    model = mlp()
+    dpscale.make_private(model, torch.optim.Adam(model.parameters()), data(), **BUDGET)
+    assert "learning rates to try" not in caplog.text
+
+
+def test_what_is_decided_and_advised_trains_well():
+    """Handwritten digits: 95% at the best rate of those tried; without privacy 97%."""
+    x, y = load_digits(return_X_y=True)
+    x, chosen = x / 16, np.random.default_rng(0).permutation(len(x))
+    train, test = chosen[:1437], chosen[1437:]
+    advice = dpscale.advise(size=len(train), epsilon=3, delta=1e-4)
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(np.sqrt(np.prod(advice.rates))))
+    run = dpscale.make_private(model, optimizer, (x[train], y[train]), epsilon=3, delta=1e-4, seed=0)
+    for batch in run.batches():
+        run.step(batch, loss_fn)
+    right = model(torch.tensor(x[test], dtype=torch.float32)).argmax(1).numpy() == y[test]
+    assert run.epsilon() <= 3 and right.mean() > 0.85
