@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
+from dpscale.checks import require
 from dpscale.lab.encoders import ENCODERS
 from dpscale.lab.finetuning import FineTuned
 
@@ -212,6 +213,7 @@ def scatter_sum(shape: tuple[int, ...] = (81, 7, 7), classes: int = 10) -> nn.Se
 
 def resnet50(shape: tuple[int, ...], classes: int, *, stages: int) -> FineTuned:
     """The public ResNet-50, its last stages to be trained; random until its weights are taken."""
+    require(len(shape) == 3 and shape[0] == 3, "resnet50", "shape", "that of colour images", shape)
     return FineTuned(ENCODERS["resnet50-imagenet"], classes, stages=stages)
 
 
