@@ -40,6 +40,8 @@ class _Settings(TypedDict):
     optimizer: NotRequired[str]
     schedule: NotRequired[str]
     average: NotRequired[Share]
+    augment: NotRequired[Mapping[str, Amount]]
+    views: NotRequired[Count]
     note: NotRequired[str]
 
 
