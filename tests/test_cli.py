@@ -138,7 +138,7 @@ def test_without_json_people_can_read_it():
         (("epsilon", *ONE, "--delta", "1e-5", "--size", "9", "--batch", "10"), "'batch' parameter of Poisson"),
         (("epsilon", *ONE, *MNIST, "--sampler", "lottery"), "lottery"),
         (("nonsense",), "nonsense"),
-        (("compare", "digits", "--set", "colour=1"), "parameter of --set must be one of C, K0, average"),
+        (("compare", "digits", "--set", "colour=1"), "parameter of --set must be one of C, K0, augment, average"),
         (("compare", "digits", "--set", "held_out"), "=VALUE is missing"),
         (("compare", "digits", "--set", "grid=abc"), "'grid' parameter of Config must be a list of numbers. Got 'abc'"),
         (("compare", "digits", "--set", "gamma1s=abc"), "In --set, write gamma1s=[0.5, 1]"),

@@ -631,17 +631,22 @@ def _experiment(*found):
 
 
 def test_the_average_of_the_weights_is_what_is_measured(monkeypatch):
-    """A moving average of what every step released, by hand, gives the recorded accuracy and loss."""
-    config = TINY.replace(epochs=1, diagnostics=False, average=0.8)
+    """A moving average of what every step released, by hand, gives the recorded accuracy and loss.
+
+    It warms up: after step t it keeps t/(t + 10) of itself, as long as that is less than it may.
+    """
+    config = TINY.replace(epochs=1, diagnostics=False, average=0.6)
     job = runner.Job(
         config=config, method="dp-sgd", seed=0, choice=presets.Choice(rate=1.0, gamma1=0.1), noise_multiplier=1.0
     )
-    average, trained = [], runner._train_private
+    average, kept, trained = [], [], runner._train_private
 
     def by_hand(model, *rest):
-        for step in trained(model, *rest):
-            now = [p.detach().clone() for p in model.parameters()]
-            average[:] = [0.8 * a + 0.2 * p for a, p in zip(average, now, strict=True)] if average else now
+        average[:] = [p.detach().clone() for p in model.parameters()]
+        for number, step in enumerate(trained(model, *rest), start=1):
+            kept.append(min(0.6, number / (number + 10)))
+            for a, p in zip(average, model.parameters(), strict=True):
+                a.copy_(kept[-1] * a + (1 - kept[-1]) * p.detach())
             yield step
 
     monkeypatch.setattr(runner, "_train_private", by_hand)
@@ -652,6 +657,7 @@ def test_the_average_of_the_weights_is_what_is_measured(monkeypatch):
         p.data = a
     accuracy, loss = runner.evaluate(model, data, config)
     assert found.accuracy == accuracy and found.loss == pytest.approx(loss, rel=1e-5)
+    assert kept[0] == 1 / 11 and kept[-1] == 0.6  # both of its ways were taken
     plain = runner.run(dataclasses.replace(job, config=config.replace(average=0.0)))
     assert plain.loss != pytest.approx(loss, rel=1e-3)
 

@@ -2,8 +2,15 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
+
+from dpscale.checks import require
+from dpscale.lab.encoders import ENCODERS
+from dpscale.lab.finetuning import FineTuned
 
 
 def digits_cnn(shape: tuple[int, ...] = (1, 8, 8), classes: int = 10) -> nn.Sequential:
@@ -169,6 +176,64 @@ def probe(shape: tuple[int, ...] = (2048,), classes: int = 10) -> nn.Linear:
     return layer
 
 
+class Sum(nn.Module):
+    """The sum of two branches on one input."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add them."""
+        out: Tensor = self.first(x) + self.second(x)
+        return out
+
+
+def scatter_deep(shape: tuple[int, ...] = (81, 7, 7), classes: int = 10, *, linear: bool = False) -> nn.Sequential:
+    """For scattering features: GroupNorm without parameters, two convolutions and a linear layer.
+
+    Args:
+        linear: add a linear layer on all the normalized features, which starts at zero.
+    """
+
+    def conv(inputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.GELU()]
+
+    linear_branch = nn.Sequential(nn.Flatten(), probe(shape, classes)) if linear else None
+    layers = [*conv(shape[0]), *conv(64), nn.MaxPool2d(2, ceil_mode=True), nn.Flatten(), Times(2.0)]
+    deep = nn.Sequential(*layers, nn.Linear(1024, classes))  # 7×7 -> 4×4
+    body = deep if linear_branch is None else Sum(linear_branch, deep)
+    return nn.Sequential(nn.GroupNorm(27, shape[0], affine=False), body)
+
+
+def scatter_sum(shape: tuple[int, ...] = (81, 7, 7), classes: int = 10) -> nn.Sequential:
+    """`scatter_deep` and a linear layer side by side."""
+    return scatter_deep(shape, classes, linear=True)
+
+
+def resnet50(shape: tuple[int, ...], classes: int, *, stages: int) -> FineTuned:
+    """The public ResNet-50, its last stages to be trained; random until its weights are taken."""
+    require(len(shape) == 3 and shape[0] == 3, "resnet50", "shape", "that of colour images", shape)
+    return FineTuned(ENCODERS["resnet50-imagenet"], classes, stages=stages)
+
+
+class Standardized(nn.Module):
+    """Weight standardization (Qiao et al., 2019): each output channel's weights with mean 0 and norm 1."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """(w - mean) / sqrt(n·var + 1e-5), over the n weights of an output channel."""
+        n = weight[0].numel()
+        var, mean = torch.var_mean(weight, (1, 2, 3), correction=0, keepdim=True)
+        return (weight - mean) * (n * var + 1e-5).rsqrt()
+
+
+def standardized(model: nn.Module) -> nn.Module:
+    """The model with the weights of its convolutions standardized wherever they are used."""
+    for layer in [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]:
+        register_parametrization(layer, "weight", Standardized())
+    return model
+
+
 MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "digits_cnn": digits_cnn,
     "paper_cnn": paper_cnn,
@@ -179,16 +244,21 @@ MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "resnet9_mish": resnet9_mish,
     "resnet9_scaled": resnet9_scaled,
     "probe": probe,
+    "scatter_deep": scatter_deep,
+    "scatter_sum": scatter_sum,
+    "resnet50_stage4": partial(resnet50, stages=1),
+    "resnet50_stages34": partial(resnet50, stages=2),
 }
 """Every model by name: from the shape of one sample and the number of classes."""
 
 
 def large(name: str) -> bool:
     """Whether one run of a model keeps a GPU busy, so that what is beside the training costs time."""
-    return name.startswith("resnet9")
+    return name.startswith("resnet")
 
 
 def memory(name: str, shape: tuple[int, ...], batch: int) -> float:
     """About how many GiB of a GPU a run takes, for deciding how many fit side by side. As measured on an H200."""
-    per_sample = 0.0036 * math.prod(shape[1:]) if large(name) else 1.0  # MiB
+    pixels = 160 * 160 if name.startswith("resnet50") else math.prod(shape[1:])
+    per_sample = 0.0036 * pixels if large(name) else 1.0  # MiB
     return 1.5 + per_sample * batch / 1024

@@ -22,7 +22,8 @@ log = logging.getLogger("dpscale")
 Preset = Annotated[
     str,
     typer.Argument(
-        help="Name of an experiment: digits, mnist, fashion-mnist, cifar10-simclr, celeba-male, imagenette.",
+        help="Name of an experiment: digits, mnist, fashion-mnist, cifar10-simclr, celeba-male, imagenette; or "
+        "mnist-best, fashion-mnist-best, cifar10-best, celeba-male-best, imagenette-best.",
         show_default=False,
     ),
 ]

@@ -40,6 +40,8 @@ class _Settings(TypedDict):
     optimizer: NotRequired[str]
     schedule: NotRequired[str]
     average: NotRequired[Share]
+    augment: NotRequired[Mapping[str, Amount]]
+    views: NotRequired[Count]
     note: NotRequired[str]
 
 
@@ -187,7 +189,8 @@ def asked(config: Mapping[str, Any], role: str) -> dict[str, Any]:
         wanted.pop("held_out", None)
     if role != "search" or wanted.get("search_epochs") is None:
         wanted.pop("search_epochs", None)
-    for name, default in (("average", 0.0), ("schedule", "constant")):
+    defaults = {"average": 0.0, "schedule": "constant", "views": 1, "augment": {}, "standardize": False}
+    for name, default in defaults.items():
         if wanted.get(name) == default:
             del wanted[name]  # records from before it could be chosen are those without
     return wanted

@@ -167,6 +167,11 @@ def settings(one: Experiment) -> str:
     how = [] if optimizer == "sgd" else [{"nadam": "NAdam"}.get(optimizer, optimizer)]
     if config.get("schedule", "constant") != "constant":
         how.append(f"a learning rate that falls to 0 ({config['schedule']})")
+    if augment := config.get("augment"):
+        views = ", ".join(f"{name} {amount:g}" for name, amount in augment.items())
+        how.append(f"{plural(config['views'], 'view')} of each sample ({views})")
+    if config.get("standardize"):
+        how.append("standardized weights of convolutions")
     if config.get("average"):
         how.append(f"measured at the moving average of the weights that keeps {config['average']:g} of itself")
     return (

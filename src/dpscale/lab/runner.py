@@ -1,5 +1,6 @@
 """One run: a method, a seed, a record. A run chooses nothing on the test data: accuracy is that of the last epoch."""
 
+import copy
 import datetime
 import math
 import secrets
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 from dpscale.checks import require
@@ -23,14 +23,19 @@ from dpscale.engine import LossFn
 from dpscale.engine.modules import structure
 from dpscale.engine.phases import listening, phase
 from dpscale.lab import diagnostics
+from dpscale.lab.augment import augmented
 from dpscale.lab.data import Data, hold_out
 from dpscale.lab.data import load as load_data
+from dpscale.lab.datasets.folder import data_folder
 from dpscale.lab.encoders import features
-from dpscale.lab.models import MODELS, large
+from dpscale.lab.finetuning import FineTuned
+from dpscale.lab.models import MODELS, large, standardized
 from dpscale.lab.presets import METHODS, OUTER, SCHEDULES, Choice, Config, Method
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
+from dpscale.lab.scattering import SCATTERING, scattered
 from dpscale.ledger import Ledger
+from dpscale.momentum import over_views, views
 from dpscale.noise import Key
 from dpscale.plan import Plan
 from dpscale.sampling import FullBatch, Poisson, Sampling
@@ -173,8 +178,7 @@ def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
     sampling = _sampling(config, data.size)
     ends = [sampling.steps(epoch) for epoch in range(1, config.trained(job.role) + 1)]
     watch = _Watch()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.average)) if config.average else None
-    measured: nn.Module = model if average is None else average.module
+    measured = copy.deepcopy(model) if config.average else model
     steps = _steps(model, job, data, plan, watch)
     curves: dict[str, list[float | None]] = {"epoch": [], "train_loss": [], "accuracy": []}
     points = _MEASURED // 2 if large(config.model) else _MEASURED
@@ -201,10 +205,10 @@ def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
         begun = ends[epoch - 2] if epoch > 1 else 0
         with listening(partial(tell, epoch - 1)):
             seen = []
-            for _ in range(begun, end):
+            for number in range(begun, end):
                 seen.append(next(steps))
-                if average is not None:
-                    average.update_parameters(model)
+                if config.average:
+                    _average(measured, model, number + 1, config.average)
         if config.diagnostics:
             watch.take(epoch, seen)
         train_loss = _mean([step.loss for step in seen])
@@ -239,13 +243,21 @@ def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
         loss=loss if math.isfinite(loss) else None,
         seconds=round(end_time - begin, 3),
         cold_seconds=round(begin - start, 3),
-        data={"train": data.size, "test": len(data.test_labels), **data.provenance},
+        data={"train": data.size, "test": len(data.test_labels), **data.provenance, **_public(model)},
         diagnostics=watch.to_dict(),
         search=job.search,
         command=job.command,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={**installed_versions(), **_gpu()},
     )
+
+
+@torch.no_grad()
+def _average(average: nn.Module, model: nn.Module, step: int, most: float) -> None:
+    """a = keep·a + (1 - keep)·w, in which keep = min(most, t/(t + 10)) after step t: the start is soon forgotten."""
+    keep = min(most, step / (step + 10))
+    for a, w in zip(average.parameters(), model.parameters(), strict=True):
+        a.lerp_(w, 1 - keep)
 
 
 @torch.no_grad()
@@ -276,7 +288,7 @@ _EVALUATED = 6_000_000
 def prepared(images: Tensor, config: Config) -> Tensor:
     """Pixels as the model takes them: from 0…255 to [0, 1], then shifted and divided by public constants."""
     shift, scale = config.normalize
-    x = images.float() / 255 if images.dtype == torch.uint8 else images
+    x = images.float() / 255 if images.dtype == torch.uint8 else images.float()
     return x if (shift, scale) == (0.0, 1.0) else (x - shift) / scale
 
 
@@ -288,6 +300,8 @@ def _whole(name: str, train_size: int | None, encoder: str | None) -> Data:
         ok = len(data.train_labels.unique()) == data.classes
         must, action = "such that every class has a sample", "Take more (--train-size)."
         require(ok, "Config", "train_size", must, train_size, action)
+    if encoder == SCATTERING:
+        return scattered(data)
     return data if encoder is None else features(data, encoder, normalize="l2")
 
 
@@ -353,7 +367,14 @@ def _model(config: Config, seed: int, data: Data) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = MODELS[config.model](tuple(data.train_images.shape[1:]), data.classes)
-    return model.to(data.train_labels.device)
+    if isinstance(model, FineTuned):
+        model.load_public(data_folder())
+    return (standardized(model) if config.standardize else model).to(data.train_labels.device)
+
+
+def _public(model: nn.Module) -> dict[str, str]:
+    """Where the public weights of a model come from, if it has any."""
+    return model.provenance if isinstance(model, FineTuned) else {}
 
 
 def _optimizer(model: nn.Module, job: Job, momentum: float = 0.0) -> Optimizer:
@@ -378,7 +399,14 @@ def _losses_of(config: Config) -> LossFn:
             logits = model(prepared(images, config))
         return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
 
-    return losses
+    return over_views(losses) if config.augment else losses
+
+
+def _viewed(job: Job, device: torch.device) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """What makes the views of a batch; without augmentation the batch is its own."""
+    random = torch.Generator(device).manual_seed(job.seed)  # of the views alone: no part of the mechanism
+    transform = partial(augmented, amounts=job.config.augment, random=random)
+    return partial(views, count=job.config.views, transform=transform) if job.config.augment else lambda batch: batch
 
 
 def _steps(model: nn.Module, job: Job, data: Data, plan: Plan | None, watch: _Watch) -> Iterator[_Step]:
@@ -398,7 +426,9 @@ def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data, watch: _W
     schedule = _schedule(optimizer, job.config, plan.steps)
     gamma1 = getattr(plan.momentum, "gamma1", 1.0)
     released = diagnostics.Released(optimizer, parameters, gamma1) if job.config.diagnostics else None
-    for batch in private.batches(TensorDataset(data.train_images, data.train_labels)):
+    viewed = _viewed(job, data.train_labels.device)
+    for drawn in private.batches(TensorDataset(data.train_images, data.train_labels)):
+        batch = drawn.map(viewed)
         before = {n: p.detach().clone().requires_grad_() for n, p in parameters.items()} if watch.on else {}
         out = private.step(batch, losses)
         schedule.step()
@@ -432,13 +462,14 @@ def _train_plain(model: nn.Module, job: Job, data: Data) -> Iterator[_Step]:
     compiled = data.train_labels.is_cuda
     losses = torch.compile(losses, dynamic=False) if compiled else losses
     draws = sampling.draws(Key(job.seed).generator("sampling"))
+    viewed = _viewed(job, data.train_labels.device)
 
     def step() -> Tensor:
         chosen = torch.from_numpy(next(draws)).to(data.train_labels.device)
         optimizer.zero_grad()
         seen = []
         for rows, drawn in _parts(chosen, _plain_rows(job.config, data)):
-            each = losses(model, (data.train_images[rows], data.train_labels[rows])) * drawn
+            each = losses(model, viewed((data.train_images[rows], data.train_labels[rows]))) * drawn
             (each.sum() / sampling.batch).backward()
             seen.append(each.detach().sum())
         optimizer.step()

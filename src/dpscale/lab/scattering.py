@@ -3,13 +3,43 @@
 An image is convolved with Morlet wavelets of J scales and L angles, the modulus is taken, once more with those of
 coarser scales, and each of these maps is averaged by a Gaussian of width 2^J and kept at every 2^J-th pixel: for J = 2,
 L = 8 and 28×28 pixels 1 + 16 + 64 = 81 maps of 7×7. Wavelets, padding and order are those of kymatio 0.3.0, which drops
-pixels between the layers too; its coefficients are within 1% of these (norm over a batch of images, each order).
+pixels between the layers too; its coefficients are within 1% of these (norm over a batch of images, each order). Its
+module for torch does not import beside SciPy 1.17, so this is ours.
 """
 
+import dataclasses
 import math
 
 import torch
 from torch import Tensor
+
+from dpscale.lab.data import Data
+
+SCATTERING = "scattering"
+"""Its name as an encoder."""
+
+SHAPE = (81, 7, 7)
+"""Of the features of an image of 28×28 pixels."""
+
+
+def scattered(data: Data) -> Data:
+    """``data`` with the scattering coefficients of its grey images, float16, in place of them.
+
+    Each row is a fixed function of its own image, with no data behind it: this costs no privacy.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    scatter = Scattering(data.train_images.shape[-1], device=device)
+
+    def rows(images: Tensor) -> Tensor:
+        return torch.cat([scatter(part.to(device).float()[:, 0] / 255).half().cpu() for part in images.split(200)])
+
+    return dataclasses.replace(
+        data,
+        name=f"{data.name}, scattering features",
+        train_images=rows(data.train_images),
+        test_images=rows(data.test_images),
+        provenance={**data.provenance, "features": {"encoder": SCATTERING, "J": 2, "L": 8, "dtype": "float16"}},
+    )
 
 
 class Scattering:
@@ -23,12 +53,8 @@ class Scattering:
         self.psi = torch.fft.fft2(wave).real.float().to(device)
         self.phi = torch.fft.fft2(_gabor(n, 0.8 * 2 ** (J - 1), 0.0, 0.0, 1.0)).real.float().to(device)
 
-    @property
-    def maps(self) -> int:
-        """How many maps there are."""
-        return 1 + len(self.scale) + sum(a < b for a in self.scale for b in self.scale)
-
     def __call__(self, x: Tensor) -> Tensor:
+        """The maps of order 0, then those of order 1, then of order 2."""
         x = torch.nn.functional.pad(x[:, None], (self.pad,) * 4, mode="reflect")
         first = torch.fft.ifft2(torch.fft.fft2(x) * self.psi).abs()  # (B, JL, n, n)
         spectrum = torch.fft.fft2(first)
@@ -38,7 +64,7 @@ class Scattering:
             if later:
                 deeper.append(torch.fft.ifft2(spectrum[:, a : a + 1] * self.psi[later]).abs())
         every = torch.cat([x, first, *deeper], 1)
-        smooth = torch.fft.ifft2(torch.fft.fft2(every) * self.phi).real
+        smooth: Tensor = torch.fft.ifft2(torch.fft.fft2(every) * self.phi).real
         step = 2**self.J
         return smooth[..., ::step, ::step][..., 1:-1, 1:-1].contiguous()
 
@@ -50,7 +76,8 @@ def _gabor(n: int, sigma: float, theta: float, xi: float, slant: float) -> Tenso
     along, across = x * math.cos(theta) + y * math.sin(theta), y * math.cos(theta) - x * math.sin(theta)
     envelope = torch.exp(-(along**2 + slant**2 * across**2) / (2 * sigma**2))
     wave = torch.polar(envelope, xi * along) * slant / (2 * math.pi * sigma**2)
-    return wave.unflatten(0, (5, n)).unflatten(2, (5, n)).sum((0, 2))
+    periodic: Tensor = wave.unflatten(0, (5, n)).unflatten(2, (5, n)).sum((0, 2))
+    return periodic
 
 
 def _wavelet(n: int, j: int, theta: int, L: int) -> Tensor:
