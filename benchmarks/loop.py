@@ -4,6 +4,7 @@
     python benchmarks/loop.py --models 4-conv-cnn,transformer --loader 2    # from a DataLoader with two workers
     python benchmarks/loop.py --device cuda --precision tf32,bf16 --warm 8 --json loop.json
     python benchmarks/loop.py --device cuda --models gpt2 --cold            # first steps, empty and warm cache
+    python benchmarks/loop.py --run 2000                                    # whole runs, compiling included
 
 A step is what users write: draw, index or load, forward, backward, scaling, noise, update. dpscale, Opacus and vmap
 take Poisson draws; the plain loop takes random batches of the expected size, with CUDA graphs on CUDA. So all figures
@@ -124,7 +125,8 @@ def ours(how: str = "step", parts: int = 1, **options: object) -> Callable[[Sett
         micro_batch = batch // parts if parts > 1 else None
         optimizer = sgd(model)
         sampling = dpscale.Poisson(size=len(setting.data), batch=batch)
-        plan = dpscale.Plan(scaling=RULE, sampling=sampling, steps=STEPS, noise_multiplier=1.0)
+        steps = setting.args.run or STEPS
+        plan = dpscale.Plan(scaling=RULE, sampling=sampling, steps=steps, noise_multiplier=1.0)
         private = dpscale.privatize(model, optimizer, plan, micro_batch=micro_batch, **options)
         loader = setting.loading() if setting.args.loader is not None else {}
         batches = iter(private.batches(setting.data, **loader))
@@ -274,7 +276,14 @@ def start(name: str, contender: str, precision: str, args: argparse.Namespace) -
         memory = Memory(args.device)
         setting = setting_of(name, precision, args)
         row["batch"] = setting.task.batch
+        begin = time.perf_counter()
         loop = LOOPS[contender](setting)
+        if args.run:
+            for _ in range(args.run):
+                loop.step()
+            harness.synchronize(args.device)
+            row["run_seconds"] = time.perf_counter() - begin
+            return row, None
 
         def twice() -> None:
             loop.step()
@@ -364,6 +373,7 @@ COLUMNS = {
     "precision": (9, lambda row: row["item"].split("/")[1]),
     "loop": (16, lambda row: row.get("contender")),
     "B": (5, figure("batch", "d")),
+    "run s": (7, figure("run_seconds", ".1f")),
     "ms/step": (9, figure("milliseconds", ".2f")),
     "us/sample": (9, figure("microseconds_per_sample", ".1f")),
     "ratio": (6, figure("ratio", ".2f")),
@@ -378,17 +388,40 @@ COLUMNS = {
 }
 
 
+def apart(args: argparse.Namespace, item: str, contender: str, times: int, *flags: str) -> list[Row]:
+    """The rows of processes of a contender's own, one after the other, that begin with an empty compiler's cache."""
+    with tempfile.TemporaryDirectory(prefix="dpscale-cold-") as directory:
+        args.cache = Path(directory)
+        with harness.compiler_cache(args) as environment:
+            flags = ("--contenders", contender, *flags)
+            return [row for _ in range(times) for row in harness.rows([item], environment, *flags)]
+
+
 def cold(args: argparse.Namespace, items: list[str]) -> None:
-    """The first two steps of each contender in a process of its own, with an empty and then with a warm cache."""
+    """The first two steps of each contender, with an empty and then with a warm cache."""
     table = Table(args, {k: COLUMNS[k] for k in ("model", "precision", "loop", "B", "cold s", "warm s", "note")}, 3)
     for item in items:
         for contender in args.contenders:
-            with tempfile.TemporaryDirectory(prefix="dpscale-cold-") as directory:
-                args.cache = Path(directory)
-                with harness.compiler_cache(args) as environment:
-                    flags = ("--contenders", contender, "--first")
-                    row, again = (next(harness.rows([item], environment, *flags)) for _ in range(2))
+            row, again = apart(args, item, contender, 2, "--first")
             table.add(row | {"cached_seconds": again.get("cold_seconds")})
+
+
+def runs(args: argparse.Namespace, items: list[str]) -> None:
+    """Whole runs of each contender, compiling included, in turns with plain ones; with an empty cache, and a warm one
+    if that is asked for."""
+    names = ("model", "precision", "loop", "B", "run s", "ratio", "quartiles", "note")
+    table = Table(args, {k: COLUMNS[k] for k in names}, 3)
+    times = 2 if args.cached else 1
+    for item in items:
+        taken: dict[str, list[float]] = {contender: [] for contender in args.contenders}
+        for _ in range(args.rounds):
+            rows = {contender: apart(args, item, contender, times)[-1] for contender in args.contenders}
+            for contender, row in rows.items():
+                taken[contender].append(row.get("run_seconds", float("nan")))
+        for contender, row in rows.items():
+            ratio, *quartiles = harness.median_ratio(taken[contender], taken[args.contenders[0]])
+            median = statistics.median(taken[contender])
+            table.add(row | {"run_seconds": median, "ratio": ratio, "quartiles": quartiles})
 
 
 def arguments() -> argparse.Namespace:
@@ -402,11 +435,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=32, help="micro-batch of vmap(grad) (%(default)s)")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to warm up at most (%(default)s)")
     parser.add_argument("--cold", action="store_true", help="time first steps, with an empty and with a warm cache")
+    parser.add_argument("--run", type=int, metavar="N", help="time whole runs of so many steps, compiling included")
+    parser.add_argument("--cached", action="store_true", help="with --run: where the same was compiled before")
     parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     usual = CPU if args.device == "cpu" else CUDA
     args.models = list(usual) if args.models in (None, "all") else args.models.split(",")
-    default = ["plain compiled", "step"] if args.cold else USUAL[args.device]
+    default = ["plain compiled", "step"] if args.cold or args.run else USUAL[args.device]
     chosen = args.contenders.split(",") if args.contenders else default
     unknown = sorted({*args.models, *chosen} - {*TASKS, *LOOPS})
     if unknown:
@@ -424,15 +459,15 @@ def main() -> None:
         return
     items = [f"{name}/{precision}" for name in args.models for precision in harness.precisions(args)]
     print(f"{harness.machine(args)}, {args.rounds} rounds of {args.steps} steps{args.absent}")
-    if args.cold:
-        cold(args, items)
+    if args.cold or args.run:
+        (cold if args.cold else runs)(args, items)
         return
     with harness.compiler_cache(args) as environment:
         if args.warm:
             compiled = [c for c in args.contenders if "compiled" in c or "step" in c]
             jobs = {f"{item}/{c}": ([item], ["--contenders", c]) for c in reversed(compiled) for item in items}
             harness.ahead(jobs, environment, args.warm)
-        table = Table(args, COLUMNS, 3)
+        table = Table(args, {k: column for k, column in COLUMNS.items() if k != "run s"}, 3)
         for item in items:  # a process for each: none inherits another's memory
             for row in harness.rows([item], environment):
                 if args.warm or args.cache:

@@ -251,6 +251,12 @@ def other_rows(rank):
     private().batches(TensorDataset(*(t.roll(rank, 0) for t in whole)))
 
 
+def other_order(rank):
+    """The same samples, known by other places: one of them would be on both ranks."""
+    order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(rank)).tolist()
+    private().batches(torch.utils.data.Subset(data(), order))
+
+
 def stepping(run, loss=loss_fn, at=3, change=lambda: None):
     """Steps, with something that happens before step ``at``; what every rank has then released is part of an error."""
     try:
@@ -705,6 +711,7 @@ FAULTS = {
     "optimizer refused": optimizer_refused,
     "size": other_size,
     "rows": other_rows,
+    "order": other_order,
     "raising": raising,
     "going on": raising_and_going_on,
     "coupled": coupled,

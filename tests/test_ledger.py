@@ -80,6 +80,28 @@ def test_every_step_is_on_disk_before_it_is_released(tmp_path, monkeypatch):
     assert all(step <= last <= step + 2 for step, last in seen)  # a stretch is 3 steps at most here
 
 
+def test_runs_of_one_seed_in_one_ledger_share_no_noise(tmp_path):
+    books = make(tmp_path)
+    keys = [private(books, run=name, seed=3)._noise.key.derive("noise/1") for name in ("a", "b")]
+    assert keys[0] != keys[1]
+
+
+def test_what_interrupts_a_confirmation_leaves_no_step_unpaid(tmp_path, monkeypatch):
+    """The stretch is used no more before anything is written: the next step reserves another."""
+    books = make(tmp_path)
+    run = private(books, steps=200)
+    some_steps(run, 3)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(books), "writing", interrupted)
+        run.save(tmp_path / "run.ckpt")
+    some_steps(run, 4)
+    assert row(books).charged >= run.steps_taken == 7
+
+
 def test_a_run_that_ends_pays_for_its_steps_alone(tmp_path):
     books = make(tmp_path)
     run = private(books, steps=200)

@@ -181,6 +181,23 @@ def test_trap_35_no_noise_and_no_draw_comes_again(seed, tmp_path):
     assert len(torch.stack(released).unique(dim=0)) == len(released) == 15
 
 
+def test_an_interrupted_load_keeps_no_key(tmp_path):
+    """With a seed, going on from there would add the noise of the steps before to other gradients."""
+    first = private(seed=3)
+    first.step(next(batches := first.batches(DATA)), loss_fn)
+    first.save(tmp_path / "run")
+    second = private(seed=3)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    second.model.register_load_state_dict_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        second.load(tmp_path / "run")
+    assert second.steps_taken == 1 and len(batches) == first.steps - 1
+    assert second._noise.key.derive("noise/2") != first._noise.key.derive("noise/2")
+
+
 def test_trap_35_resuming_by_hand_is_seen_in_epsilon(tmp_path):
     run = private(delta=1e-3)
     some_steps(run, 3)

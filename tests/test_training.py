@@ -7,7 +7,9 @@ import gc
 import logging
 import pickle
 import re
+import time
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -60,6 +62,22 @@ def test_the_log_says_once_how_long_the_inspection_took(how, caplog):
     assert heard == ["checking", None]
     (line,) = [r.getMessage() for r in caplog.records]
     assert re.fullmatch(r"dpscale: ready after \d+\.\d s \(checking \d+\.\d s\)", line)
+
+
+@pytest.mark.parametrize("listened", [False, True])
+def test_whoever_waits_long_is_told_what_for(caplog, monkeypatch, listened):
+    monkeypatch.setattr("dpscale.engine.phases.SILENCE", 0.001)
+    run, said = private(compile=False), []
+
+    def slow(model, batch):
+        time.sleep(0.01)
+        return loss_fn(model, batch)
+
+    with listening(said.append) if listened else nullcontext():
+        batches = run.batches(data())
+        run.step(next(batches), slow)
+    told = [message for message in caplog.messages if message.startswith("dpscale: still checking (")]
+    assert said == ["checking", None] and not told if listened else told
 
 
 def test_a_refused_model_is_never_said_to_be_ready(caplog):

@@ -218,7 +218,7 @@ def routed(layer, x):
 BY_SAMPLE = {
     "vmap": (lambda layer, x: torch.vmap(lambda one: layer(one))(x), "inside of torch.vmap"),
     "a loop over samples": (lambda layer, x: torch.stack([layer(one) for one in x]), "how many rows it has"),
-    "sorted rows": (lambda layer, x: layer(x[x[:, 0].argsort()])[x[:, 0].argsort().argsort()], "no sample's own"),
+    "sorted rows": (lambda layer, x: layer(x[x[:, 0].argsort()])[x[:, 0].argsort().argsort()], "rows"),
     "gradients of gradients": (twice, ""),
     "a custom function": (lambda layer, x: Square.apply(x, layer.weight), ""),
     "routed rows": (routed, ""),

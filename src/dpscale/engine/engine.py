@@ -198,7 +198,7 @@ class Engine:
         kept = choose(rows, available, [i for i in due.first if mask[i]], ROWS, np.random.default_rng(number))
         known = self._looked.get(kind)
         try:
-            with waiting() if number else phase("checking"):  # later looks are short, as a rule
+            with waiting("checking") if number else phase("checking"):  # later ones are short, as a rule
                 if due.thorough or known is None or known.rows < len({*kept}) or not Glance(
                     subject, batch, kept, sites=None if kind in self._obstacles else self._sites, draws=known.draws,
                     drops=known.drops, eps=known.eps, seed=seed,

@@ -6,6 +6,7 @@ That takes from a moment to minutes.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,10 +23,9 @@ Listener = Callable[[Phase | None], None]
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)
-_told: ContextVar[list[float] | None] = ContextVar("told", default=None)  # when it began, and when something was said
 
-SILENCE = 2.0
-"""Seconds after which somebody who waits is told what for."""
+SILENCE = 2.5
+"""Seconds after which somebody who waits is told what for, again and again."""
 
 
 @contextmanager
@@ -49,7 +49,8 @@ def phase(name: Phase) -> Iterator[None]:
         seconds.setdefault(name, 0.0)
         _tell(name)
         start = time.perf_counter()
-        yield
+        with waiting(name):
+            yield
         seconds[name] += time.perf_counter() - start
 
 
@@ -66,7 +67,7 @@ def cold_start() -> Iterator[dict[str, float]]:
         return
     seconds: dict[str, float] = {}
     try:
-        with _set(_seconds, seconds), waiting():
+        with _set(_seconds, seconds):
             yield seconds
     finally:
         if seconds:
@@ -82,14 +83,23 @@ def _tell(name: Phase | None) -> None:
         listener(name)
 
 
-def waiting() -> AbstractContextManager[None]:
-    """Whoever waits in here is told so by `still_at`, if it takes long."""
-    return _set(_told, _told.get() or [time.perf_counter()])
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Whoever waits in here for long is told so, unless somebody listens who shows it. A warning: it is seen without
+    any setting."""
+    if _listener.get() is not None:
+        yield
+        return
+    done, begin = threading.Event(), time.perf_counter()
 
+    def say() -> None:
+        while not done.wait(SILENCE):
+            log.warning("dpscale: still %s (%.0f s so far)", what, time.perf_counter() - begin)
 
-def still_at(what: str) -> None:
-    """Say so if whoever waits has heard nothing for a while. A warning: it is seen without any setting."""
-    now, told = time.perf_counter(), _told.get()
-    if told is not None and now - told[-1] > SILENCE:
-        log.warning("dpscale: still %s (%.0f s so far)", what, now - told[0])
-        told.append(now)
+    teller = threading.Thread(target=say, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()  # nothing is said of what is over

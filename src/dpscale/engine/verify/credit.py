@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dpscale.engine.phases import still_at
 from dpscale.engine.tape.tape import Tape
 
 Place = tuple[GradientEdge, Callable[[Tensor], Tensor]]
@@ -42,7 +41,6 @@ def arrived(losses: Tensor, places: Sequence[Place], i: int) -> list[Tensor | No
 
 
 def _grad(losses: Tensor, targets: Any, seed: Tensor) -> Sequence[Tensor | None]:
-    still_at("checking where gradients arrive")
     grads: Sequence[Tensor | None]
     grads = torch.autograd.grad([losses], targets, [seed], retain_graph=True, allow_unused=True)
     return grads
@@ -66,13 +64,19 @@ def misplaced(losses: Tensor, places: Sequence[Place], seed: int) -> int | None:
         a, b = (rows(g).reshape(len(losses), -1) for g in (one, other))
         if not a.shape[1]:
             continue
-        expected = a * weights.to(a.dtype).unsqueeze(1)
         # What is computed in 32 bits may come from 16, or from fewer.
         limit = _OFF if a.dtype == torch.float64 or not a.is_cuda else _COARSE
         limit = _COARSE if torch.finfo(a.dtype).eps > 1e-4 or torch.is_autocast_enabled(a.device.type) else limit
-        off = (b - expected).abs() > limit * expected.abs().amax(1, keepdim=True).clamp(min=torch.finfo(a.dtype).tiny)
-        # What is not finite is so whatever its weight: it is looked at apart, and adds nothing.
-        off &= torch.isfinite(b) & torch.isfinite(expected)
+        apart = _largest(torch.addcmul(b, a, weights.to(a.dtype).unsqueeze(1), value=-1))
+        size = _largest(a) * weights.to(apart.dtype)
+        # What is not finite is so whatever its weight: such a sample adds nothing.
+        off = (apart > limit * size.clamp(min=torch.finfo(a.dtype).tiny)) & torch.isfinite(apart)
         if bool(off.any()):
-            return int(off.any(1).nonzero()[0])
+            return int(off.nonzero()[0])
     return None
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Of each row, in absolute value; not finite where one is not."""
+    largest: Tensor = torch.linalg.vector_norm(rows, float("inf"), dim=1)
+    return largest

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.phases import still_at
 from dpscale.engine.tape.tape import Shared, Site, Sites, Tape, shapes_of
 from dpscale.engine.verify.credit import arrived, insides, misplaced
 from dpscale.engine.verify.look import Subject
@@ -76,7 +75,6 @@ class Glance:
 
     def _run(self, data: Any) -> tuple[Tensor, Any]:
         """Losses, and what is left behind."""
-        still_at("checking that samples are kept apart")
         with own_randomness(self._seed), torch.enable_grad(), Undropped():
             losses = self._subject.run(data).detach()
         return losses, self._surroundings.left_behind()
@@ -146,7 +144,6 @@ class Glance:
 
     def _taped(self, sites: Sites, data: Any, i: int, weighted: bool = False) -> "_Taped | None":
         """What a taped run gives of row i; None if gradients go astray, or past the tape."""
-        still_at("checking that samples are kept apart")
         shared: list[Shared] = []
         with own_randomness(self._seed), torch.enable_grad():
             with Tape(self._subject.parameters, None, sites, count_of(data), lenient=True, shared=shared) as tape:

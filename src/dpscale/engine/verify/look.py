@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from dpscale.engine.combine import gradients
 from dpscale.engine.compat import tree_map
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.phases import still_at
 from dpscale.engine.tape.tape import OpName, Site, Sites, Tape
 from dpscale.engine.verify.credit import insides, misplaced
 from dpscale.engine.verify.places import ROWS, Obstacle, keeps, places
@@ -186,7 +185,6 @@ class Look:
 
     def _run(self, mode: Any, data: Any) -> Tensor:
         """The losses of a batch, with all randomness its own."""
-        still_at("checking that samples are kept apart")
         with own_randomness(self._seed), torch.enable_grad(), mode:
             if self._ahead:
                 self._surroundings.count_ahead(self._ahead)
