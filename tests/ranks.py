@@ -4,8 +4,11 @@ A run is a name of `CASES` or of `FAULTS`. What came of it on a rank is saved in
 """
 
 import os
+import queue
 import signal
+import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -63,6 +68,7 @@ class Case:
     micro_batch: int | None = None
     compile: Any = False
     optimizer: str = "SGD"
+    model: Any = mlp
 
     def plan(self):
         noise = {"noise_multiplier": 1.0} if self.noise else {"unsafe_no_noise": True}
@@ -70,6 +76,36 @@ class Case:
         return dpscale.Plan(scaling=self.scaling, sampling=sampling, steps=self.steps, momentum=self.momentum, **noise)
 
 
+def tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.outer.weight = self.inner.weight
+
+        def forward(self, x):
+            return self.outer(torch.tanh(self.inner(x)))[:, :3]
+
+    torch.manual_seed(0)
+    return Tied()
+
+
+def partly():
+    """Frozen parameters, some that no forward meets, and one that is smaller than the number of ranks."""
+
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.idle, self.scale = mlp(), nn.Linear(3, 3), nn.Parameter(torch.ones(1))
+            self.inner[0].requires_grad_(False)
+
+        def forward(self, x):
+            return self.inner(x) * self.scale
+
+    return Partly()
+
+
+EMA = dpscale.PerSampleEMA(gamma=0.3)
 PLAIN = {
     "long": Case(steps=50),
     "long-ddp": Case(steps=50, wrapper="ddp", how="backward"),
@@ -80,19 +116,51 @@ PLAIN = {
     "autos-heavy-ball": Case(
         scaling=dpscale.AutoS(C=0.5, r=0.01), momentum=dpscale.HeavyBall(gamma1=0.3), wrapper="ddp", how="backward"
     ),
-    "per-sample": Case(sampling=dpscale.FullBatch(size=SIZE), momentum=dpscale.PerSampleEMA(gamma=0.3), steps=4),
+    "per-sample": Case(sampling=dpscale.FullBatch(size=SIZE), momentum=EMA, steps=4),
+    "psasc-per-sample-micro": Case(
+        scaling=dpscale.PSASC(C=0.5, s=0.5),
+        sampling=dpscale.FullBatch(size=SIZE - 1),
+        momentum=EMA,
+        steps=4,
+        micro_batch=4,
+        wrapper="ddp",
+    ),
+    "psac-window": Case(
+        scaling=dpscale.PSAC(C=0.5),
+        sampling=dpscale.FullBatch(size=SIZE),
+        steps=4,
+        micro_batch=7,
+        momentum=replace(EMA, keep="weights", tolerance=0.4),
+    ),
+    "psasc-inner-outer-micro-empty": Case(
+        scaling=dpscale.PSASC(C=0.5, s=0.5),
+        momentum=dpscale.InnerOuter(K0=1, gamma0=0.5, gamma1=0.2),
+        batch=3,
+        micro_batch=1,
+        steps=12,
+        wrapper="ddp",
+    ),
+    "autos-disk-traced-empty": Case(
+        scaling=dpscale.AutoS(C=0.5), momentum=dpscale.DiSK(kappa=0.7, gamma=0.5), batch=3, compile=interpreted
+    ),
+    "psac-heavy-ball-empty-backward": Case(
+        scaling=dpscale.PSAC(C=0.5), momentum=dpscale.HeavyBall(gamma1=0.3), batch=2, steps=12, how="backward"
+    ),
+    "tied": Case(model=tied, how="backward", wrapper="ddp"),
+    "partly": Case(model=partly, optimizer="Adam", wrapper="ddp", how="backward"),
     "micro": Case(micro_batch=2),
     "empty": Case(batch=3, steps=12),
     "empty-backward": Case(batch=2, steps=12, how="backward", wrapper="ddp"),
     "adam": Case(optimizer="Adam", wrapper="inner"),
     "shuffled": Case(sampling=dpscale.Shuffled(size=SIZE, batch=9), how="backward", wrapper="inner"),
     "fixed": Case(sampling=dpscale.FixedSize(size=SIZE, batch=7), wrapper="closure"),
-    "traced": Case(compile=interpreted, wrapper="ddp"),
+    "traced-micro": Case(compile=interpreted, micro_batch=3, wrapper="ddp"),
 }
 SHARDED = {
     "fsdp-" + name: replace(PLAIN[name], wrapper="fsdp", noise=False)
-    for name in ("long", "psasc-inner-outer", "psac-disk", "autos-heavy-ball", "per-sample", "micro", "empty",
-                 "empty-backward", "adam", "shuffled", "traced")
+    for name in ("long", "psasc-inner-outer-micro-empty", "autos-disk-traced-empty", "psac-heavy-ball-empty-backward",
+                 "psasc-per-sample-micro", "psac-window", "empty-backward", "adam", "shuffled", "fixed", "tied",
+                 "partly")
 }  # fmt: skip
 SHARDED["fsdp-layers"] = Case(wrapper="fsdp-layers", noise=False)
 SHARDED["fsdp-some"] = Case(wrapper="fsdp-some", noise=False, how="backward")
@@ -105,8 +173,8 @@ def wrap(model, wrapper):
     if not distributed.is_initialized() or wrapper == "plain":
         return model, model
     if wrapper.startswith("fsdp"):
-        layers = {"fsdp": [model], "fsdp-layers": [model[0], model[2], model], "fsdp-some": [model[0], model[4]]}
-        for layer in layers[wrapper]:
+        places = {"fsdp": (), "fsdp-layers": (0, 2), "fsdp-some": (0, 4)}[wrapper]
+        for layer in (*(model[place] for place in places), *([model] if wrapper != "fsdp-some" else ())):
             fully_shard(layer)
         return model, model
     wrapped = DistributedDataParallel(model)
@@ -118,14 +186,14 @@ def whole(p):
 
 
 def train(case):
-    called, given = wrap(mlp(), case.wrapper)
-    optimizer = getattr(torch.optim, case.optimizer)(given.parameters(), lr=0.05)
+    called, given = wrap(case.model(), case.wrapper)
+    optimizer = getattr(torch.optim, case.optimizer)((p for p in given.parameters() if p.requires_grad), lr=0.05)
     private = dpscale.privatize(
         given, optimizer, case.plan(), seed=7, micro_batch=case.micro_batch, compile=case.compile
     )
     loss = (lambda _, batch: loss_fn(called, batch)) if case.wrapper == "closure" else loss_fn
     drawn = []
-    for batch in private.batches(data()):
+    for batch in private.batches(data(case.plan().sampling.size)):
         drawn.append(batch.draw.indices.tolist())
         if len(drawn) == 3:  # an evaluation in between, as wrappers do it
             with torch.no_grad():
@@ -252,8 +320,8 @@ def skipping(rank):
     run.step(batch, loss_fn)
 
 
-def drifting(rank):
-    run = private()
+def drifting(rank, model=None):
+    run = private(model)
 
     def drift():
         with torch.no_grad():
@@ -279,8 +347,8 @@ def freezing(rank):
     stepping(run, change=lambda: run.model[0].bias.requires_grad_(rank == 0))
 
 
-def other_call(rank):
-    run = private()
+def other_call(rank, model=None):
+    run = private(model)
     batches = run.batches(data())
     batches = run.batches(data()) if rank == 1 else batches
     run.step(next(batches), loss_fn)
@@ -458,13 +526,154 @@ def resumed(rank, folder):
     return found, books.runs()[0].charged
 
 
-def saving_in_shards(rank):
-    private(fully_shard(mlp())).save("nowhere")
+REMEMBERED = {
+    "none": None, "heavy-ball": dpscale.HeavyBall(gamma1=0.3), "disk": dpscale.DiSK(kappa=0.7, gamma=0.5),
+    "inner-outer": dpscale.InnerOuter(K0=1, gamma0=0.5, gamma1=0.2), "per-sample": EMA,
+}  # fmt: skip
 
 
-def saving_memories(rank):
-    run = private(sampling=dpscale.FullBatch(size=SIZE), momentum=dpscale.PerSampleEMA(gamma=0.3))
-    run.state_dict()
+def halves(momentum, wrapper="plain", load=None, save=None):
+    """Half of a run in which nothing is random, that is saved, or the other half, or both."""
+    _, model = wrap(mlp(seed=0 if load is None else 5), wrapper)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    case = Case(sampling=dpscale.FullBatch(size=SIZE), momentum=REMEMBERED[momentum], steps=4, noise=False)
+    run = dpscale.privatize(model, optimizer, case.plan(), seed=3)
+    if load is not None:
+        assert run.load(load) == {"of": momentum}
+    for batch in run.batches(data()):
+        run.step(batch, loss_fn)
+        if save is not None and run.steps_taken == 2:
+            run.save(save, {"of": momentum})
+            break
+    return torch.cat([whole(p).detach().flatten() for p in model.parameters()])
+
+
+def saved(rank):
+    """Saved whole and in shards, and resumed the other way."""
+    found = {}
+    for momentum in REMEMBERED:
+        for wrapper, other in (("ddp", "fsdp"), ("fsdp", "plain")):
+            path = FOLDER[0] / f"{momentum}-{wrapper}.ckpt"
+            halves(momentum, wrapper, save=path)
+            found[momentum, wrapper] = halves(momentum, other, load=path)
+    return found
+
+
+def resumed_on_more(rank):
+    """What one process has saved."""
+    wrappers = ("plain", "fsdp") * 3
+    return {
+        momentum: halves(momentum, wrapper, load=FOLDER[0] / f"{momentum}.ckpt")
+        for momentum, wrapper in zip(REMEMBERED, wrappers, strict=False)
+    }
+
+
+def shuffled_part(rank):
+    """Three batches of an epoch of seven."""
+    run = private(sampling=dpscale.Shuffled(size=SIZE, batch=9), steps=7)
+    drawn = []
+    for batch in run.batches(data()):
+        run.step(batch, loss_fn)
+        drawn += batch.draw.indices.tolist()
+        if run.steps_taken == 3:
+            run.save(FOLDER[0] / "shuffled.ckpt")
+            return drawn
+
+
+def beside_dcp(rank):
+    """Model and optimizer by torch's own checkpoints, in shards, and the state of the run beside them."""
+    folder = FOLDER[0] / "dcp"
+    for part in range(2):
+        model = fully_shard(mlp(seed=part))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        case = Case(sampling=dpscale.FullBatch(size=SIZE), momentum=REMEMBERED["inner-outer"], steps=4, noise=False)
+        run = dpscale.privatize(model, optimizer, case.plan())
+        if part:
+            load_dcp(run, folder)
+        for batch in run.batches(data()):
+            run.step(batch, loss_fn)
+            if not part and run.steps_taken == 2:
+                parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+                dcp.save(parts, checkpoint_id=folder)
+                state = run.state_dict()
+                if rank == 0:
+                    torch.save(state, folder / "run.pt")
+                distributed.barrier()
+                break
+    return torch.cat([whole(p).detach().flatten() for p in model.parameters()])
+
+
+def load_dcp(run, folder):
+    parts = dict(zip(("model", "optimizer"), get_state_dict(run.model, run.optimizer), strict=True))
+    dcp.load(parts, checkpoint_id=folder)
+    set_state_dict(run.model, run.optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+    run.load_state_dict(torch.load(folder / "run.pt", weights_only=True))
+
+
+def sharded_call(rank):
+    """One rank begins its loop anew: the other would wait for its shards, and it for the other's word."""
+    other_call(rank, fully_shard(mlp()))
+
+
+def sharded_forward(rank):
+    """One rank has left the loop, the other runs its own forward."""
+    model = fully_shard(mlp())
+    run = private(model)
+    batches = run.batches(data())
+    if rank == 1:
+        run.save(FOLDER[0] / "nowhere")
+    loss_fn(model, next(batches))
+
+
+def partly_sharded(shift):
+    model = mlp()
+    fully_shard(model[0])
+    with torch.no_grad():
+        model[4].bias += shift
+    return model
+
+
+def sharded_buffer(rank):
+    model = mlp()
+    model.register_buffer("shift", torch.tensor(float(rank)))
+    private(fully_shard(model))
+
+
+def saving_alone(rank):
+    run = private()
+    if rank == 0:
+        run.save(FOLDER[0] / "nowhere")
+    run.batches(data())
+
+
+def mixed_types(rank):
+    """A layer in half precision among others."""
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 5).bfloat16()
+
+        def forward(self, x):
+            return self.linear(x.bfloat16()).float()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), Half(), nn.Linear(5, 3))
+    if distributed.is_initialized():
+        fully_shard(model[1])
+        fully_shard(model)
+    stepping(run := private(model, noise=False))
+    return torch.cat([whole(p).detach().float().flatten() for p in run.model.parameters()])
+
+
+def ahead(rank):
+    """Batches are taken ahead of their use, by a thread; the ranks release them in order."""
+    run, taken = private(), queue.Queue(2)
+    thread = threading.Thread(target=lambda: [taken.put(each) for each in (*run.batches(data()), None)], daemon=True)
+    thread.start()
+    while (batch := taken.get()) is not None:
+        run.step(batch, loss_fn)
+    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
 
 def ledger_on_one(rank):
@@ -530,8 +739,17 @@ FAULTS = {
     "left": left,
     "key": key,
     "resumed": lambda rank: resumed(rank, FOLDER[0]),
-    "saving in shards": saving_in_shards,
-    "saving memories": saving_memories,
+    "saved": saved,
+    "shuffled part": shuffled_part,
+    "dcp": beside_dcp,
+    "sharded call": sharded_call,
+    "sharded forward": sharded_forward,
+    "sharded part": lambda rank: private(partly_sharded(rank)),
+    "sharded drifting": lambda rank: drifting(rank, partly_sharded(0)),
+    "sharded buffer": sharded_buffer,
+    "saving alone": saving_alone,
+    "mixed types": mixed_types,
+    "ahead": ahead,
     "ledger on one": ledger_on_one,
     "noise": noise_in_shards,
 }
@@ -558,8 +776,10 @@ LOST = {"killed": 600, "stalled": 5, "killed in shards": 600}
 """How a rank is lost, and the timeout of the process group, in seconds."""
 
 RUNS = {name: lambda rank, case=case: train(case) for name, case in (CASES | COMPILED).items()} | FAULTS
-ON = {2: (*CASES, *FAULTS), 4: ("long", "long-ddp", "per-sample", "micro", "empty", "empty-backward", "fsdp-long",
-                                "fsdp-empty-backward", "fsdp-some")}  # fmt: skip
+RUNS["resumed on more"] = resumed_on_more
+ON = {2: (*CASES, *FAULTS), 4: ("long", "long-ddp", "psasc-per-sample-micro", "psasc-inner-outer-micro-empty", "empty",
+                                "empty-backward", "fsdp-long", "fsdp-empty-backward", "fsdp-some", "fsdp-partly",
+                                "fsdp-psasc-inner-outer-micro-empty", "resumed on more")}  # fmt: skip
 """Which are run on how many ranks."""
 
 RUNS |= {how: partial(losing, how=how) for how in LOST}
@@ -581,5 +801,28 @@ def main(folder, *names):
     distributed.destroy_process_group()
 
 
+def lose(folder, seconds):
+    """Lose a rank in every way at once. Not by torchrun, which would end the others itself: all are forked from this
+    process, so that torch is imported once."""
+    started = []
+    for how, patience in LOST.items():
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        for rank in range(2):
+            if (child := os.fork()) == 0:
+                signal.alarm(seconds)
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
+                               "RANK": str(rank), "PATIENCE": str(patience)}  # fmt: skip
+                main(folder, how)
+                os._exit(0)
+            started.append(child)
+    for survivor in started[::2]:
+        os.waitpid(survivor, 0)
+    for lost in started[1::2]:
+        os.kill(lost, signal.SIGKILL)
+        os.waitpid(lost, 0)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    lose(sys.argv[2], int(sys.argv[3])) if sys.argv[1] == "--lose" else main(*sys.argv[1:])

@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -36,9 +37,9 @@ def make(tmp_path, epsilon=100.0):
     return Ledger(tmp_path / "patients.ledger", epsilon=epsilon, delta=DELTA)
 
 
-def private(books, run="first", *, seed=0, model=None, **changes):
+def private(books, run="first", *, seed=0, model=None, lr=0.1, **changes):
     model = model or mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return dpscale.privatize(model, optimizer, plan(delta=DELTA, **changes), seed=seed, ledger=books, run=run)
 
 
@@ -487,7 +488,7 @@ def test_a_ledger_that_may_only_be_read_books_nothing(tmp_path, monkeypatch):
     books, connect = make(tmp_path), sqlite3.connect
     run = private(books)
     monkeypatch.setattr(
-        ledger.sqlite3, "connect", lambda path, **options: connect(f"file:{path}?mode=ro", uri=True, **options)
+        ledger.sqlite3, "connect", lambda path, **options: connect(path.replace("mode=rw", "mode=ro"), **options)
     )
     with pytest.raises(LedgerError, match=r"cannot be opened for writing \(attempt to write a readonly database\)"):
         some_steps(run, 1)
@@ -516,6 +517,119 @@ def test_a_damaged_ledger_is_refused_and_left_as_it_is(tmp_path):
         assert books.path.read_bytes() == content
     books.path.write_bytes(whole)
     assert row(make(tmp_path)).charged == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("DELETE FROM total", "it has no total"),
+        ("UPDATE runs SET plan = '{}'", "the plan of the run 'first': KeyError"),
+        ("UPDATE runs SET plan = 'torn'", "the plan of the run 'first': JSONDecodeError"),
+        ("DROP TABLE stretches", "no such table: stretches"),
+    ],
+)
+def test_a_ledger_whose_rows_are_damaged_is_refused(tmp_path, change, words):
+    books = make(tmp_path)
+    private(books).close()
+    with contextlib.closing(sqlite3.connect(books.path, isolation_level=None)) as db:
+        db.execute(change)
+    with pytest.raises(LedgerError, match=rf"is damaged, or no ledger \({words}.*must not be forgotten"):
+        make(tmp_path).runs()
+
+
+def test_no_row_of_a_ledger_can_go_backwards(tmp_path):
+    books = make(tmp_path)
+    some_steps(private(books), 2)
+    for change in ("last = first - 1", "first = -1", "lost = -1"):
+        with pytest.raises(LedgerError, match="CHECK constraint failed"), books.writing() as db:
+            db.execute(f"UPDATE stretches SET {change}")
+    assert row(books).charged == 2
+
+
+def test_a_ledger_that_is_gone_is_not_begun_anew(tmp_path):
+    books = make(tmp_path)
+    run = private(books)
+    some_steps(run, 2)
+    moved = {path: path.rename(path.with_name("aside" + path.name[len(books.path.name) :]))
+             for path in [*tmp_path.glob("patients.ledger*")]}  # fmt: skip
+    for use in (lambda: some_steps(run, 1), books.runs):
+        with pytest.raises(LedgerError, match=r"patients.ledger is gone. Bring it back: what it has charged must not"):
+            use()
+    assert run.steps_taken == 2 and not books.path.exists()
+    for path, aside in moved.items():
+        aside.rename(path)
+    some_steps(run, 1)
+    assert row(books).charged == run.steps_taken == 3
+
+
+def test_an_older_copy_of_a_ledger_forgets_nothing_that_a_run_knows(tmp_path):
+    """Put back under a run that goes on, or before one is resumed: the steps of the run itself are in it again."""
+    books, aside = make(tmp_path), tmp_path / "aside"
+
+    def copied(source, target):
+        with contextlib.closing(sqlite3.connect(source)) as one, contextlib.closing(sqlite3.connect(target)) as other:
+            one.backup(other)
+
+    run = private(books, steps=40)
+    some_steps(run, 3)
+    copied(books.path, aside)
+    some_steps(run, 6)
+    copied(aside, books.path)
+    some_steps(run, 2)  # a stretch is two steps at most
+    run.save(tmp_path / "run")
+    assert row(books).charged >= run.steps_taken == 11
+    run.close()
+    copied(aside, books.path)
+    again = private(books, steps=40)
+    again.load(tmp_path / "run")
+    assert row(books).charged == 11 and again.epsilon() == again.plan.epsilon(steps=11)
+
+
+def test_one_ledger_by_two_names_is_one(tmp_path):
+    books = make(tmp_path)
+    (tmp_path / "other").symlink_to(books.path)
+    run = private(books)
+    with pytest.raises(RuntimeError, match=r"The run 'first' of .*patients.ledger is going on"):
+        private(Ledger(tmp_path / "other"))
+    run.close()
+
+
+def test_an_interrupted_reservation_forgets_no_step(tmp_path):
+    """It is on the disk, and the position is not set yet."""
+    books = make(tmp_path)
+    part = open_run(books, "first", plan(steps=40))
+    part.resume(5, 0)
+    part.reserve(6)
+    part._held.position = 0
+    part.close()
+    assert row(books).charged >= 5
+
+
+def test_threads_release_one_step_at_a_time(tmp_path):
+    """Every release is booked, and no two of them share noise."""
+    books, released, failed = make(tmp_path, 1000), [], []
+    run = private(books, steps=90, sampling=dpscale.FullBatch(size=SIZE), lr=0.0)
+    run.optimizer.register_step_pre_hook(
+        lambda *_: released.append(torch.cat([p.grad.flatten() for p in run.model.parameters()]))
+    )
+    batches, turn = run.batches(DATA), threading.Lock()
+
+    def work():
+        try:
+            for _ in range(30):
+                with turn:
+                    batch = next(batches)
+                run.step(batch, loss_fn)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and row(books).charged == run.steps_taken == 90
+    assert len(torch.stack(released).unique(dim=0)) == 90
 
 
 def test_files_that_are_no_ledgers_of_this_release_are_refused(tmp_path):
@@ -574,8 +688,9 @@ def test_what_is_known_of_a_run_must_stay(tmp_path):
         private(None, "a")
     with pytest.raises(ValueError, match=r"'ledger' parameter of privatize must be a dpscale.Ledger, or None. Got 'a'"):
         private("a", "a")
-    with pytest.raises(ValueError, match=r"'run' parameter of privatize must be a name of 1 to 200 characters"):
-        private(books, "")
+    for name in ("", "x" * 201, 5):
+        with pytest.raises(ValueError, match=r"'run' parameter of privatize must be a name of 1 to 200 characters"):
+            private(books, name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -351,12 +351,24 @@ def test_a_buffer_or_an_optimizer_of_another_kind_is_refused(tmp_path):
     ("change", "words"),
     [
         ({"version": 2}, "its format has version 2, and this release reads version 1"),
-        ({"steps_taken": -1}, "not those of a private run"),
+        ({"version": torch.ones(2)}, "its format has version"),
+        ({"steps_taken": -1}, r"not those of a private run \(counts\)"),
+        ({"steps_taken": True}, r"not those of a private run \(counts\)"),
+        ({"last_released": 1}, r"not those of a private run \(more steps than draws, or than planned\)"),
+        ({"last_released": 6}, r"not those of a private run \(more steps than draws, or than planned\)"),
         ({"more": 1}, r"not those of a private run \(more\)"),
+        ({"plan": None}, r"not those of a private run \(plan\)"),
+        ({"plan": {"a": 1}}, "its plan is another: a was 1 and is None"),
+        ({"parameters": [1]}, r"not those of a private run \(parameters\)"),
+        ({"parameters": {"a": 1}}, r"not those of a private run \(parameters\)"),
+        ({"order": [1, 2]}, r"not those of a private run \(order\)"),
+        ({"momentum": 5}, r"not those of a private run \(momentum\)"),
         ({"momentum": None}, "what its momentum remembers is missing or damaged"),
         ({"momentum": {"average": {"0.weight": torch.zeros(2)}}}, "what its momentum remembers is missing or damaged"),
         ({"order": None}, "the order of its shuffled epoch is missing or damaged"),
         ({"order": torch.zeros(SIZE, dtype=torch.int64)}, "the order of its shuffled epoch is missing or damaged"),
+        ({"order": torch.arange(SIZE).double()}, "the order of its shuffled epoch is missing or damaged"),
+        ({"last_released": 5}, "the order of its shuffled epoch is missing or damaged"),
     ],
 )
 def test_a_damaged_state_is_refused(change, words):
@@ -386,6 +398,42 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is of the format 'dpscale-checkpoint-2'. This release reads"):
         again.load(tmp_path / "next")
     assert again.steps_taken == 0
+
+
+def entries(values):
+    return [name for name, _ in values["map"]]
+
+
+def without_an_entry(values):
+    values["map"].pop(entries(values).index("optimizer"))
+
+
+def without_a_tensor(values):
+    values["map"][entries(values).index("extra")][1] = {"tensor": "none"}
+
+
+def no_map(values):
+    values.clear()
+
+
+@pytest.mark.parametrize("change", [without_an_entry, without_a_tensor, no_map])
+def test_a_checkpoint_that_was_edited_is_refused(change, tmp_path):
+    run = private()
+    some_steps(run, 2)
+    run.save(tmp_path / "run")
+    content = (tmp_path / "run").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    values = json.loads(header["__metadata__"]["values"])
+    change(values)
+    header["__metadata__"]["values"] = json.dumps(values)
+    edited = json.dumps(header).encode()
+    (tmp_path / "run").write_bytes(struct.pack("<Q", len(edited)) + edited + content[8 + length :])
+    again = private()
+    before = vector(again.model)
+    with pytest.raises(ValueError, match=r"run is damaged, or no checkpoint"):
+        again.load(tmp_path / "run")
+    assert again.steps_taken == 0 and torch.equal(vector(again.model), before)
 
 
 def test_a_checkpoint_is_replaced_whole_and_read_by_its_owner_alone(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ def open_run(ledger: Ledger, name: str | None, plan: Plan) -> "Booking":
     """Take a run of that name, new or to be resumed, if the whole plan fits into what is left. None: a new name."""
     _settle_later()
     name = f"run-{now()[:10]}-{secrets.token_hex(4)}" if name is None else name
-    require(0 < len(name) <= 200, "privatize", "run", "a name of 1 to 200 characters", name)
+    require(isinstance(name, str) and 0 < len(name) <= 200, "privatize", "run", "a name of 1 to 200 characters", name)
     known, action = type(plan.sampling) in SAMPLERS.values(), "The price of others is not known."
     require(known, "privatize", "plan", "with a sampler of dpscale, to be booked", plan.sampling, action)
     lock, plain, owner = _take(ledger, name), plan.to_dict(), secrets.token_hex(8)
@@ -216,7 +216,9 @@ def _confirm(held: _Held) -> None:
         # First of all the stretch is used no more, whatever interrupts what follows: the next step reserves another.
         stretch, held.stretch, held.last = held.stretch, None, -1
         with held.ledger.writing() as db:
-            db.execute("UPDATE stretches SET state = 'confirmed', last = ? WHERE id = ?", (held.position, stretch))
+            # Not before its begin: what interrupts a reservation leaves the position of the step before.
+            told = "UPDATE stretches SET state = 'confirmed', last = max(first, ?) WHERE id = ?"
+            db.execute(told, (held.position, stretch))
 
 
 def _give_back(held: _Held) -> None:

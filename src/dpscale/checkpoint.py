@@ -51,7 +51,10 @@ def read(path: Path) -> Any:
     if found != FORMAT:
         told = "no checkpoint of a private run" if found is None else f"of the format {found!r}"
         raise ValueError(f"{path} is {told}. This release reads {FORMAT!r}. Nothing was changed.")
-    return _nested(json.loads(header["values"]), tensors)
+    try:
+        return _nested(json.loads(header["values"]), tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged, or no checkpoint: {error!r}.") from error
 
 
 def _plain(value: Any, tensors: dict[str, Tensor], path: str) -> Any:

@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from dpscale.checks import out_of_memory
-from dpscale.engine.compat import group_timeout, is_sharded, tree_leaves
+from dpscale.engine.compat import all_gather, group_timeout, is_sharded, tree_leaves, tree_map
 from dpscale.engine.verify.randomness import own_randomness
 from dpscale.noise import Key
 from dpscale.sampling import Indices
-from dpscale.sharding import Shards, buckets, gradient
+from dpscale.sharding import Shards, as_shard, buckets, gradient
 
 T = TypeVar("T")
 
@@ -58,7 +58,8 @@ _ADVICE = {
     "values": "Call torch.manual_seed(0) before the model is built, load one checkpoint on every rank, or wrap it in "
     "DistributedDataParallel, which copies rank 0's. Change weights and learning rates alike on every rank.",
     "data": "Give every rank the whole data set, in the same order: a rank takes its rows of each draw by itself.",
-    "call": "Run the same script on every rank, without calls that only some of them make.",
+    "call": "Run the same script on every rank, without calls that only some of them make: save() too, which writes on "
+    "the first rank alone.",
     "draw": "Take and release batches in the same order on every rank.",
     "steps taken": "Load the same state on every rank.",
     "ledger": "Pass the ledger, and the name of the run, on every rank: the first one books for all.",
@@ -173,6 +174,11 @@ class Ranks:
         if answers is not None:
             raise RuntimeError(_difference(call, answers))
 
+    def meet(self, call: str) -> None:
+        """All ranks must have come to this call. Never within `together`, where some of them would leave before."""
+        with self.together(call, dict):
+            pass
+
     def _exchange(
         self, call: str, failed: bool, said: Mapping[str, Any], error: str | None
     ) -> list[tuple[Mapping[str, Any], str | None]] | None:
@@ -206,17 +212,26 @@ class Ranks:
     # -- One reduction -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Within, a sharded model is whole. All ranks must enter."""
+    def whole(self, call: str) -> Iterator[None]:
+        """Within ``call``, a sharded model is whole. All ranks must enter."""
         if self._shards is None:
             yield
             return
         try:
-            with self._talking("The parameters", "Nothing was released."):
-                self._shards.take()
+            self._gather(call)
             yield
         finally:
             self._shards.give_back()
+
+    def _gather(self, call: str) -> None:
+        """Make a sharded model whole. First all ranks must have come: one that is in another call would wait for the
+        others' word, and they for its shards."""
+        assert self._shards is not None
+        if self._shards.taken:
+            return
+        self.meet(call)
+        with self._talking("The parameters", "Nothing was released."):
+            self._shards.take()
 
     def total(self, sums: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sums over all ranks: on each of them, or of a sharded parameter this rank's shard."""
@@ -271,15 +286,72 @@ class Ranks:
         for a compiled one."""
         if self._shards is not None:
             self._shards.wanted, self._shards.keep = lambda: wanted() and not self.public, compiled
+            self._shards.before_forward = lambda: self._gather("forward")
+
+    # -- What a checkpoint holds ---------------------------------------------------------------------------------------
+
+    def joined(self, memory: Mapping[str, Any], parameters: Mapping[str, Tensor], samples: int) -> Mapping[str, Any]:
+        """What a momentum remembers of all shards and all ``samples``, from each rank's part. All ranks must."""
+        rows = memory.get("memory") if self.size > 1 else None
+        if self._shards is None and rows is None:
+            return memory
+        with self._talking("What the momentum remembers", "Nothing was released."):
+            found = dict(memory)
+            if self._shards is not None:
+                found["average"] = {n: self._shards.joined(t, parameters[n]) for n, t in memory["average"].items()}
+            if rows is not None:
+                device = next(iter(parameters.values())).device
+                found["memory"] = self._rows_of_all(rows.to(device), samples).to(rows.device)
+        return found
+
+    def _rows_of_all(self, own: Tensor, count: int) -> Tensor:
+        """The rows of which rank r has r, r + W, …"""
+        each = -(-count // self.size)
+        padded = torch.cat([own, own.new_zeros(each - len(own), own.shape[1])])
+        all_RKN = own.new_empty(self.size, each, own.shape[1])
+        all_gather(all_RKN.view(-1), padded.view(-1), group=self._group)
+        return all_RKN.transpose(0, 1).reshape(-1, own.shape[1])[:count]
+
+    def parted(self, memory: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """This rank's part of what `joined` gave, on whatever number of ranks."""
+        found = dict(memory)
+        if self._shards is not None:
+            found["average"] = {n: self._shards.parted(t, parameters[n]) for n, t in memory["average"].items()}
+        if "memory" in memory:
+            found["memory"] = memory["memory"][self.rank :: self.size]
+        return found
+
+    def gathered(self, value: Any) -> Any:
+        """A nested value with whole tensors for shards, on the first rank, which saves it. All ranks must."""
+        if self._shards is None:
+            return value
+
+        def whole(t: Any) -> Any:
+            if not is_sharded(t):
+                return t
+            found = t.full_tensor()
+            return found.cpu() if self.rank == 0 else None  # one at a time
+
+        with self._talking("The shards", "Nothing was released."):
+            return tree_map(whole, value)
+
+    def divided(self, value: Any, like: Any) -> Any:
+        """A whole tensor as the shard that ``like`` is, if it is one of the same shape; anything else as it is."""
+        if self._shards is None or not is_sharded(like) or getattr(value, "shape", None) != like.shape:
+            return value
+        return as_shard(self._shards.parted(value, like).to(like.device), like)
 
     # -- What ranks must agree on --------------------------------------------------------------------------------------
 
     def values(self, tensors: Sequence[Tensor], step: int = 0) -> int | None:
         """A number that tells the values of tensors apart, to the bit: of all of them at steps 0, 1, 2, 4, …, of some
         numbers of one in turn at others. Shards are no two ranks' own."""
-        if self.size == 1 or self._shards is not None:
+        if self.size == 1:
             return None
-        return digest(tensors if step & (step - 1) == 0 else [tensors[step % len(tensors)].flatten()[:GLANCED_AT]])
+        shared = [t for t in tensors if not is_sharded(self.stored(t))]
+        if step & (step - 1) and shared:
+            shared = [shared[step % len(shared)].flatten()[:GLANCED_AT]]
+        return digest(shared)
 
     @contextmanager
     def on_public_data(self) -> Iterator[None]:
@@ -317,9 +389,9 @@ def _bypass(model: nn.Module, ranks: Ranks) -> None:
     Its reducer would wait for gradients that never come, and a forward would broadcast buffers: also one that only this
     rank runs, to look at the model.
     """
-    own = set(model.modules())
+    own, wrappers = set(model.modules()), {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
     for found in gc.get_objects():  # the model does not know of its wrapper
-        if issubclass(type(found), DistributedDataParallel) and getattr(found, "module", None) in own:
+        if type(found) in wrappers and getattr(found, "module", None) in own:
             before = found.forward
             found.forward = _Bypass(found, before.forward if isinstance(before, _Bypass) else before, ranks)
 
@@ -369,7 +441,7 @@ def digest(tensors: Iterable[Tensor]) -> int:
             for start in range(0, len(words), 1 << 24):
                 part = words[start : start + (1 << 24)].to(torch.int64)
                 places = torch.arange(start, start + len(part), device=t.device)
-                mixed = ((part + 0x9E3779B9) * (2 * places + 1 + 0x85EBCA6B * k)).sum()
+                mixed = ((part + 0x9E3779B9) * (2 * (places + 0x85EBCA6B * k) + 1)).sum()  # odd: no bit is lost
                 sums[t.device] = sums.get(t.device, torch.zeros_like(mixed)) * 31 + mixed
     return hash(tuple(int(each) for each in sums.values()))
 
@@ -400,7 +472,8 @@ def data_terms(dataset: Dataset[Any]) -> tuple[Any, ...]:
         one = [_told(dataset[k]) for k in places]
     with own_randomness(0):
         other = [_told(dataset[k]) for k in places]
-    return size, hashlib.blake2b(repr(one).encode(), digest_size=8).hexdigest() if one == other else None
+    number = int.from_bytes(hashlib.blake2b(repr(one).encode(), digest_size=8).digest())
+    return size, number if one == other else None
 
 
 def _told(sample: Any) -> Any:

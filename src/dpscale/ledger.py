@@ -40,7 +40,8 @@ _TABLES = (
     # The owner is a token of the process that has the run, NULL when it was closed.
     "runs (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, plan TEXT NOT NULL, begun TEXT NOT NULL, owner TEXT)",
     "stretches (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), first INTEGER NOT NULL, "
-    "last INTEGER NOT NULL, lost INTEGER NOT NULL, state TEXT NOT NULL, begun TEXT NOT NULL)",
+    "last INTEGER NOT NULL, lost INTEGER NOT NULL, state TEXT NOT NULL, begun TEXT NOT NULL, "
+    "CHECK (0 <= first AND first <= last AND lost >= 0))",
 )
 
 
@@ -173,7 +174,7 @@ class Ledger:
     """
 
     def __init__(self, path: str | Path, *, epsilon: float | None = None, delta: float | None = None) -> None:
-        self.path = Path(path).absolute()
+        self.path = Path(path).resolve()  # locks lie beside the file itself, whatever it was called by
         if epsilon is not None:
             require_positive("Ledger", "epsilon", epsilon, action="It is the budget of all runs together.")
         if delta is not None:
@@ -182,7 +183,10 @@ class Ledger:
             raise NotImplementedError("A ledger needs file locks (flock), which this system does not have.")
         self._make(epsilon, delta)
         with self.reading() as db:
-            self.epsilon, self.delta = db.execute("SELECT epsilon, delta FROM total").fetchone()
+            total = db.execute("SELECT epsilon, delta FROM total").fetchone()
+        if total is None:
+            raise _damaged(self.path, "it has no total")
+        self.epsilon, self.delta = total
         for name, asked, there in (("epsilon", epsilon, self.epsilon), ("delta", delta, self.delta)):
             action = "A total cannot be changed afterwards. Leave it out, or begin another ledger for other data."
             require(asked in (None, there), "Ledger", name, f"{there!r}, as in {self.path}", asked, action)
@@ -239,7 +243,12 @@ class Ledger:
             names = ("first", "last", "lost", "state", "begun")
             stretches = tuple(Stretch(**dict(zip(names, row, strict=True))) for row in rows)
             live = owner is not None and name != own and files.is_locked(self.lock_file(name))
-            found[name] = Run(name=name, plan=json.loads(plan), begun=begun, live=live, stretches=stretches)
+            try:
+                plain = json.loads(plan)
+                Release.of(plain, 0)
+            except (KeyError, TypeError, ValueError) as error:
+                raise _damaged(self.path, f"the plan of the run {name!r}: {error!r}") from error
+            found[name] = Run(name=name, plan=plain, begun=begun, live=live, stretches=stretches)
         return list(found.values())
 
     def lock_file(self, name: str) -> Path:
@@ -255,7 +264,11 @@ class Ledger:
                 require(value is not None, "Ledger", name, must, value, action)
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with files.locked(self.path.parent), _translated(self.path), contextlib.closing(self._connect()) as db:
+                with (
+                    files.locked(self.path.parent),
+                    _translated(self.path),
+                    contextlib.closing(self._connect("rwc")) as db,
+                ):
                     if db.execute("PRAGMA user_version").fetchone() == (0,):
                         _create(db, epsilon, delta)
             except LedgerError:
@@ -279,9 +292,9 @@ class Ledger:
             mark, version = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
             return mark, version, db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
 
-    def _connect(self) -> sqlite3.Connection:
-        # One for each transaction: none is carried over a fork, or shared by threads.
-        db = sqlite3.connect(self.path, timeout=_PATIENCE, isolation_level=None)
+    def _connect(self, mode: str = "rw") -> sqlite3.Connection:
+        # One for each transaction: none is carried over a fork, or shared by threads. A file that is gone is not made.
+        db = sqlite3.connect(f"{self.path.as_uri()}?mode={mode}", uri=True, timeout=_PATIENCE, isolation_level=None)
         db.execute("PRAGMA synchronous = FULL")
         return db
 
@@ -363,7 +376,9 @@ def _translated(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         told = str(error)
-        if "full" in told or "I/O" in told:
+        if not path.exists() and path.parent.exists():
+            why = f"The ledger {path} is gone. Bring it back: what it has charged must not be forgotten."
+        elif "full" in told or "I/O" in told:
             why = f"The ledger {path} could not be written ({told}): is the disk full? Make room, and go on."
         elif "readonly" in told or "unable to open" in told:
             why = (

@@ -63,6 +63,7 @@ class RunState:
     dataset: Any = None
     remembered: tuple[Any, Any, Mapping[str, Any]] | None = None
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # batches may be drawn by a thread
+    turn: threading.RLock = field(default_factory=threading.RLock, repr=False)  # one step at a time, or one save
     _made: WeakSet[Draw] = field(default_factory=WeakSet, repr=False)  # to say what became of a draw, for errors
     _released: WeakSet[Draw] = field(default_factory=WeakSet, repr=False)
 
@@ -216,12 +217,12 @@ def refusals(saved: Mapping[str, Any], plan: Plan, parameters: Mapping[str, Tens
     if not isinstance(saved, Mapping) or "version" not in saved:
         yield "it is no state of a private run"
         return
-    if saved["version"] != VERSION:
+    if type(saved["version"]) is not int or saved["version"] != VERSION:
         yield f"its format has version {saved['version']!r}, and this release reads version {VERSION}"
         return
     names = {"version", "plan", "parameters", *_COUNTS, "order", "momentum", "run"}
-    if set(saved) != names or not all(isinstance(saved[n], int) and saved[n] >= 0 for n in _COUNTS):
-        yield f"its entries are not those of a private run ({', '.join(sorted(set(saved) ^ names)) or 'counts'})"
+    if set(saved) != names or (wrong := _wrong_entry(saved, plan)):
+        yield f"its entries are not those of a private run ({', '.join(sorted(set(saved) ^ names)) or wrong})"
         return
     if saved["run"] not in (None, run):
         name = saved["run"]
@@ -239,11 +240,28 @@ def refusals(saved: Mapping[str, Any], plan: Plan, parameters: Mapping[str, Tens
         yield from _damaged(saved, plan, parameters)
 
 
+def _wrong_entry(saved: Mapping[str, Any], plan: Plan) -> str | None:
+    """Which entry of a state is none that a run gives, if one is."""
+    if any(type(saved[n]) is not int or saved[n] < 0 for n in _COUNTS):
+        return "counts"
+    position = saved["steps_taken" if plan.sampling.independent else "last_released"]
+    if saved["steps_taken"] > saved["last_released"] or position > (plan.steps or 0):
+        return "more steps than draws, or than planned"
+    described = saved["parameters"]
+    kinds = {"plan": Mapping, "parameters": Mapping, "order": Tensor | None, "momentum": Mapping | None}
+    wrong = [n for n, kind in kinds.items() if not isinstance(saved[n], kind)]
+    if not wrong and not all(isinstance(each, list | tuple) and len(each) == 2 for each in described.values()):
+        wrong = ["parameters"]
+    return wrong[0] if wrong else None
+
+
 def _damaged(saved: Mapping[str, Any], plan: Plan, parameters: Mapping[str, Tensor]) -> Iterator[str]:
     """Whether the tensors of a state are those that its plan and its model need."""
     steps, order, momentum = saved["steps_taken"], saved["order"], saved["momentum"]
     underway = not plan.sampling.independent and saved["last_released"] % plan.sampling.steps(1)
-    if underway and (order is None or sorted(order.tolist()) != list(range(plan.sampling.size))):
+    if bool(underway) != (order is not None) or (
+        underway and (order.dtype != torch.int64 or sorted(order.tolist()) != list(range(plan.sampling.size)))
+    ):
         yield "the order of its shuffled epoch is missing or damaged"
     fresh = MomentumState(parameters) if plan.momentum is None else plan.momentum.start(parameters)
     if (momentum is None) != (steps == 0) or (momentum is not None and not fresh.fits(momentum, plan.sampling.size)):

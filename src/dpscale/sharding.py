@@ -66,6 +66,7 @@ class Shards:
         self.taken = False  # whether the whole parameters are in the model
         self.keep = False  # whether they stay in memory and in their place: for a compiled step
         self.wanted: Callable[[], bool] = lambda: False  # whether a forward in somebody's own loop is to be recorded
+        self.before_forward: Callable[[], None] = self.take  # what then makes the parameters whole
         self._hook()
 
     def _check(self) -> None:
@@ -108,7 +109,7 @@ class Shards:
 
         def before(*_: Any) -> None:
             if torch.is_grad_enabled() and self.wanted():
-                self.take()
+                self.before_forward()
 
         self._model.register_forward_pre_hook(before, prepend=True)
 
@@ -175,6 +176,20 @@ class Shards:
                 own[n] = part[: shape.numel()].view(shape)
         return {n: own[n] for n in sums}
 
+    def joined(self, shard: Tensor, p: Tensor) -> Tensor:
+        """The whole tensor, of what is divided as a parameter is. All ranks must."""
+        kept = self.stored(p)
+        whole: Tensor = as_shard(shard, kept).full_tensor() if is_sharded(kept) else shard
+        return whole
+
+    def parted(self, whole: Tensor, p: Any) -> Tensor:
+        """This rank's part of it: whole rows, as many as the other ranks have, or less in the last ones."""
+        kept = self.stored(p)
+        if not is_sharded(kept):
+            return whole
+        rows = -(-kept.shape[0] // self._ranks)
+        return whole[self._rank * rows : (self._rank + 1) * rows]
+
     def _room(self, p: Any) -> int:
         """How many numbers of a parameter the first rank has: it is divided by whole rows, the last shards are less."""
         shape: torch.Size = p.shape
@@ -200,11 +215,11 @@ def _padded(flat: Tensor, size: int) -> Tensor:
 def gradient(p: Any, mean: Tensor) -> Tensor:
     """A gradient as the parameter has it: in its precision and, where that is sharded, as a shard."""
     mean = mean if mean.dtype == p.dtype else mean.to(p.dtype)
-    if not is_sharded(p):
-        return mean
+    return as_shard(mean, p) if is_sharded(p) else mean
+
+
+def as_shard(own: Tensor, p: Any) -> Any:
+    """This rank's part of a tensor that is divided as the parameter is."""
     from torch.distributed.tensor import DTensor
 
-    sharded: Tensor = DTensor.from_local(
-        mean, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
-    return sharded
+    return DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

@@ -39,6 +39,9 @@ log = logging.getLogger("dpscale")
 
 Parameters = Mapping[str, Tensor]
 
+_SAVED = {"run", "model", "optimizer", "optimizer_type", "extra"}
+"""What a checkpoint has."""
+
 
 @dataclass(frozen=True, repr=False)
 class StepReport:
@@ -177,8 +180,12 @@ class Private:
         ``torch.save`` it, and ``torch.load(..., weights_only=True)``. It holds the plan, the steps to account for, what
         the momentum remembers and the rest of a shuffled epoch; never a key of noise or draws. With a momentum that
         remembers every sample (`PerSampleEMA`) it holds exact gradients of single samples: never publish it then.
+        Of several ranks each may call it alone, but for a momentum whose memory they share: then all must.
         """
-        return {n: tree_map(_copied, value) for n, value in self._saved().items()}
+        with self._state.turn:
+            if self._state.momentum is not None and (self._ranks.sharded or self._per_sample):
+                self._ranks.meet("state_dict")
+            return {n: tree_map(_copied, value) for n, value in self._saved().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, in a run that has released nothing yet.
@@ -204,16 +211,13 @@ class Private:
             extra: what else belongs to it, such as ``scheduler.state_dict()``: numbers, text, tensors, and lists and
                 dicts of them. `load` returns it.
         """
-        with self._ranks.together("save", lambda: {"steps taken": self.steps_taken}):
-            if self._ranks.sharded:
-                raise RuntimeError(
-                    "A model under fully_shard is in no single process. Save it and its optimizer with "
-                    "torch.distributed.checkpoint, and private.state_dict() beside them."
-                )
-            if self._per_sample:
-                log.warning("dpscale: %s will hold exact gradients of single samples. Never publish it.", path)
+        if self._per_sample:
+            log.warning("dpscale: %s will hold exact gradients of single samples. Never publish it.", path)
+        self._ranks.meet("save")
+        with self._state.turn, self._ranks.together("save", lambda: {"steps taken": self.steps_taken}):
             found = {
-                "run": self._saved(), "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "run": self._saved(), "model": self._ranks.gathered(self.model.state_dict()),
+                "optimizer": self._ranks.gathered(self.optimizer.state_dict()),
                 "optimizer_type": type(self.optimizer).__name__, "extra": extra,
             }  # fmt: skip
             if self._ranks.rank == 0:
@@ -231,6 +235,8 @@ class Private:
         """
         with self._ranks.together("load", lambda: {"steps taken": self.steps_taken}):
             found = checkpoint.read(Path(path))
+            if not isinstance(found, dict) or found.keys() != _SAVED:
+                raise ValueError(f"{path} is damaged, or no checkpoint of a private run. Nothing was changed.")
             self._check_saved(found["run"], f"The checkpoint {path}", found["model"])
             kind = type(self.optimizer).__name__
             if found["optimizer_type"] != kind:
@@ -239,25 +245,34 @@ class Private:
                     f"this one is {kind}. Nothing was changed."
                 )
             before = self.optimizer.state_dict()
-            self.optimizer.load_state_dict(found["optimizer"])  # refuses other groups of parameters
+            self.optimizer.load_state_dict(self._steered(found["optimizer"]))  # refuses other groups of parameters
             try:
                 self._resume(found["run"])
             except BaseException:
                 self.optimizer.load_state_dict(before)
                 raise
-            self.model.load_state_dict(found["model"])
+            now = self.model.state_dict()
+            self.model.load_state_dict({n: self._ranks.divided(t, now[n]) for n, t in found["model"].items()})
         self._adopt()
         return found["extra"]
 
     def _saved(self) -> dict[str, Any]:
-        momentum = self.plan.momentum
-        if momentum is not None and (self._ranks.sharded or (self._per_sample and self._ranks.size > 1)):
-            raise RuntimeError(
-                f"What {type(momentum).__name__} remembers is divided among the ranks, and cannot be saved yet. Plan "
-                "without it, or with one process."
-            )
-        order = self._order(self._state.last_released)
-        return {**self._state.saved(self._plan, self._parameters(), order), "run": self._state.name}
+        order, parameters = self._order(self._state.last_released), self._parameters()
+        found = {**self._state.saved(self._plan, parameters, order), "run": self._state.name}
+        if self._state.momentum is not None:
+            found["momentum"] = self._ranks.joined(found["momentum"], parameters, self.plan.sampling.size)
+        return found
+
+    def _steered(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """The state of an optimizer, in shards where its parameters are."""
+        if not self._ranks.sharded:
+            return saved
+        steered = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = {
+            k: {n: self._ranks.divided(v, steered[k]) for n, v in each.items()} if k < len(steered) else each
+            for k, each in saved["state"].items()
+        }
+        return {**saved, "state": state}
 
     def _check_saved(self, state: Mapping[str, Any], what: str, model: Mapping[str, Any] | None = None) -> None:
         """Refuse a state that is not of this run, or a run that it would undo."""
@@ -469,23 +484,24 @@ class Private:
             loss_fn: ``loss_fn(model, data)`` -> per-sample losses, shape (B,); ``data`` is ``batch.data``. Of people, a
                 loss for each record.
         """
-        with self._ranks.whole():
-            with self._ranks.together("step", lambda: self._terms(draw)):
-                data = batch.data if isinstance(batch, Batch) else batch
-                parameters = self._parameters()
-                draw = self._claim_draw(batch, rows_of(data), parameters)
-                momentum = self._momentum_state(parameters, len(draw.mask))
-                batch = batch if isinstance(batch, Batch) else Batch(data, draw)
-                if draw.shares is not None:
-                    self._engine.recorder.require_order(tensors_in(data))
-                    batch, loss_fn = by_person(batch, loss_fn)
-                with self._engine.timed():
-                    out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
-                report = self._book(draw, out)
-            self._release(draw, out, parameters, momentum)
-        self.optimizer.step()
-        self._require_applied()
-        self.optimizer.zero_grad()
+        with self._state.turn:
+            with self._ranks.whole("step"):
+                with self._ranks.together("step", lambda: self._terms(draw)):
+                    data = batch.data if isinstance(batch, Batch) else batch
+                    parameters = self._parameters()
+                    draw = self._claim_draw(batch, rows_of(data), parameters)
+                    momentum = self._momentum_state(parameters, len(draw.mask))
+                    batch = batch if isinstance(batch, Batch) else Batch(data, draw)
+                    if draw.shares is not None:
+                        self._engine.recorder.require_order(tensors_in(data))
+                        batch, loss_fn = by_person(batch, loss_fn)
+                    with self._engine.timed():
+                        out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
+                    report = self._book(draw, out)
+                self._release(draw, out, parameters, momentum)
+            self.optimizer.step()
+            self._require_applied()
+            self.optimizer.zero_grad()
         return report
 
     def backward(self, losses: Tensor, batch: Batch | None = None) -> StepReport:
@@ -499,9 +515,14 @@ class Private:
             batch: the one that they are the losses of. None: the one outstanding draw.
         """
         part = batch.part if isinstance(batch, Batch) else None
-        if part is not None and self._state.missing(batch.draw, part):  # type: ignore[union-attr]
-            return self._keep(losses, batch, part)
-        with self._ranks.whole():
+        with self._state.turn:
+            if part is not None and self._state.missing(batch.draw, part):  # type: ignore[union-attr]
+                return self._keep(losses, batch, part)
+            return self._backward(losses, batch, part)
+
+    def _backward(self, losses: Tensor, batch: Batch | None, part: slice | None) -> StepReport:
+        """Sum what a draw still lacks, and release it."""
+        with self._ranks.whole("backward"):
             with self._ranks.together("backward", lambda: self._terms(draw)):
                 self._check_backward()
                 parameters = self._parameters()
@@ -701,7 +722,7 @@ class Private:
             state = MomentumState(parameters) if momentum is None else momentum.start(parameters)
             state.allocate(samples)
             if self._state.held is not None:
-                state.restore(self._state.held)
+                state.restore(self._ranks.parted(self._state.held, parameters))
             self._state.momentum, self._state.held = state, None
         elif momentum is not None and (other := state.changed(parameters)) is not None:
             raise RuntimeError(
@@ -822,7 +843,7 @@ def privatize(
                 "values": ranks.values((*model.parameters(), *model.buffers())),
                 "ledger": (ledger is not None, run)}  # fmt: skip
 
-    with ranks.whole(), ranks.together("privatize", terms):
+    with ranks.whole("privatize"), ranks.together("privatize", terms):
         _check_arguments(model, optimizer, plan, micro_batch)
         asked = compile
         if compile is None:
