@@ -88,5 +88,7 @@ def test_what_is_wrong_with_a_page_is_found():
     wide = "x " * WIDTH
     text = f"# A title\n{wide}\n| {wide} |\n```\n{wide}\n```\n\n    {wide}\n\n- {wide}\n    {wide}\n"
     assert too_wide(text) == [2, 10, 11]
-    text = "# What `s` does\n[a](#what-s-does) [b](#no) [c](no.md) [d](https://no.org) `[e](no)` ![f](../pyproject.toml)"
-    assert broken(DOCS / "a.md", f"{text}\n```\n[g](no.md)\n```\n<img src=\"no.png\">") == ["#no", "no.md", "no.png"]
+    text = (
+        "# What `s` does\n[a](#what-s-does) [b](#no) [c](no.md) [d](https://no.org) `[e](no)` ![f](../pyproject.toml)"
+    )
+    assert broken(DOCS / "a.md", f'{text}\n```\n[g](no.md)\n```\n<img src="no.png">') == ["#no", "no.md", "no.png"]
