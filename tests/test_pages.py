@@ -92,3 +92,10 @@ def test_what_is_wrong_with_a_page_is_found():
         "# What `s` does\n[a](#what-s-does) [b](#no) [c](no.md) [d](https://no.org) `[e](no)` ![f](../pyproject.toml)"
     )
     assert broken(DOCS / "a.md", f'{text}\n```\n[g](no.md)\n```\n<img src="no.png">') == ["#no", "no.md", "no.png"]
+
+
+def test_tests_that_pages_name_are_there():
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("*.py")))
+    there = set(re.findall(r"def (test_\w+)", code))
+    named = {test for page in PAGES for test in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
+    assert named and named <= there, named - there
