@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: demo test test-compiled lint bench clean
+.PHONY: demo test test-compiled lint bench docs clean
 
 demo: $(VENV)/.lab            ## compare the methods on handwritten digits; writes runs/digits/report.html
 	$(BIN)/dpscale compare digits --diagnostics --out runs/digits
@@ -24,6 +24,9 @@ bench: $(VENV)/.bench         ## whole loops beside plain PyTorch and Opacus, an
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/peers.py
 
+docs: $(VENV)/.docs           ## the pages as a site: site/index.html
+	$(BIN)/mkdocs build --strict --quiet
+
 # One stamp per extra: torch first and pinned, so that nothing else can pull another build of it.
 $(VENV)/.%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,4 +35,4 @@ $(VENV)/.%: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from dpscale.training import Private as Private
     from dpscale.training import StepReport as StepReport
     from dpscale.training import privatize as privatize
+    from dpscale.tuning import Selection as Selection
+    from dpscale.tuning import Tuned as Tuned
+    from dpscale.tuning import tune as tune
 else:
     __getattr__, __dir__, __all__ = on_demand(
         __name__,
@@ -52,6 +55,7 @@ else:
             "sampling": "FixedSize FullBatch Poisson Shuffled",
             "scaling": "PSAC PSASC AutoS Clip",
             "training": "Private StepReport privatize",
+            "tuning": "Selection Tuned tune",
         },
     )
 

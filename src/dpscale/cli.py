@@ -1,7 +1,8 @@
-"""The command line: plan, train, compare, calibrate, epsilon, ledger, report, reproduce, data, features.
+"""The command line: plan, train, tune, compare, calibrate, epsilon, ledger, report, reproduce, data, features, lists.
 
 Results go to stdout and everything else to stderr; ``--json`` makes stdout one JSON document. Bad input is one line
-and exit code 2. A command imports what it needs when it is run: ``--help``, `calibrate` and `epsilon` load no torch.
+and exit code 2; with ``--json`` also ``{"error": …}`` on stdout. A command imports what it needs when it is run:
+``--help``, `calibrate` and `epsilon` load no torch.
 """
 
 import dataclasses
@@ -43,6 +44,7 @@ class Commands(TyperGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command and exit."""
+        words = kwargs.get("args", args[0] if args else None)
         asked: dict[str, str | None] = {}  # the context's object: which command it is
         try:
             with warnings.catch_warnings():
@@ -56,7 +58,10 @@ class Commands(TyperGroup):
             told = getattr(error, "format_message", None)
             if told is None and not isinstance(error, ValueError | OSError | NotImplementedError):
                 raise
-            typer.echo(f"dpscale: {' '.join(str(told() if told else error).split())}", err=True)
+            message = " ".join(str(told() if told else error).split())
+            typer.echo(f"dpscale: {message}", err=True)
+            if "--json" in (sys.argv if words is None else words):
+                commands.print_json({"error": message})
             code = 2
         if code == INTERRUPTED:
             after = _AFTER_INTERRUPT.get(asked.get("command") or "", _BEGINS_AGAIN)
@@ -80,7 +85,7 @@ class Accountant(StrEnum):
     rdp = "rdp"
 
 
-app = typer.Typer(cls=Commands, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Commands, add_completion=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 Size = Annotated[int, typer.Option(help="Number of samples in the data, a public constant.")]
 PlanBatch = Annotated[int | None, typer.Option(help="Expected batch size (not for full-batch).")]
@@ -197,7 +202,10 @@ def plan(
 
 app.command()(commands.train)
 app.command()(commands.compare)
+app.command()(commands.tune)
 app.command()(commands.report)
+app.command()(commands.presets)
+app.command()(commands.methods)
 app.add_typer(commands.reproduce, name="reproduce")
 app.add_typer(data, name="data")
 app.add_typer(ledger, name="ledger")

@@ -41,26 +41,73 @@ Workers = Annotated[
 reproduce = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@experiment()
+def _train_own(
+    data: Path | None = None, target: str | None = None, model: str | None = None, test: str | None = None,
+    epsilon: float | None = None, delta: float | None = None, epochs: float | None = None, batch: int | None = None,
+    rate: float = 1.0, seed: int | None = None, out: Path = Path("runs/own"), ledger: Path | None = None,
+    as_json: bool = False, **presets: Any,
+) -> None:  # fmt: skip
+    """Train on data of one's own."""
+    if presets:
+        raise ValueError(
+            f"{', '.join(f'--{name}' for name in presets)} is for presets. Leave it out, or name a preset."
+        )
+    if data is None or epsilon is None or delta is None:
+        raise ValueError("Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta.")
+    _require_writable(out)
+    from dpscale.lab import display, own
+
+    with display.steps_bar("training", quiet=as_json) as bar:
+        found = own.train(
+            str(data), target, model, test, out, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, rate=rate,
+            seed=seed, ledger=ledger, on_step=bar,
+        )  # fmt: skip
+    if as_json:
+        print_json(found)
+        return
+    right = found["test_accuracy"]
+    typer.echo(f"epsilon {found['epsilon']:.3f} at delta {delta:g}" + (f", test accuracy {right:.1%}" if test else ""))
+    typer.echo(found["statement"])
+    typer.echo(f"Model, run and statement in {out}")
+
+
+@experiment(_train_own)
 def train(
     config: "Config",
-    method: Annotated[str, typer.Option(help="Name of a method, such as dp-psasc, dp-sgd, non-private.")] = "dp-psasc",
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of initialisation, batches and noise.")] = 0,
+    method: Annotated[
+        str | None, typer.Option(help="Name of a method; default: dp-psasc. dpscale methods lists them.")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=2**63 - 1, help="Of initialisation, batches and noise; presets: 0. Whoever knows it can remove "
+            "the noise: leave it out for data of your own.",
+        ),
+    ] = None,
     out: Out = None,
     ledger: LedgerFile = None,
+    target: Annotated[str | None, typer.Option(help="Own data: the column of a table to learn.")] = None,
+    test: Annotated[str | None, typer.Option(help="Own data: test data, as --data, for the accuracy.")] = None,
     as_json: Json = False,
-) -> None:
-    """Train one model and write its record.
+) -> None:  # fmt: skip
+    """Train one model: of a preset, or your own on data of your own.
+
+    Without a preset, --data is table.csv, a folder with a folder of images for each class, or module:function, which
+    returns a dataset or arrays; --model is module:function, or the name of one of the lab's models.
 
     \b
     Example:
+      dpscale train --data patients.csv --target outcome --epsilon 3 --delta 1e-6 --out runs/patients
+      dpscale train --data images --model mycode:network --epsilon 8 --delta 1e-6 --epochs 20 --batch 1024
       dpscale train digits --method dp-psasc --seed 0 --out runs/digits
       dpscale train digits --method dp-psasc --momentum inner-outer --k0 2 --gamma0 0.5 --gamma1 0.1
     """
+    if target is not None or test is not None:
+        raise ValueError("--target and --test are for data of your own. Leave them out, or the name of the preset.")
     from dpscale.lab import display, presets
     from dpscale.lab.compare import train
 
-    chosen = presets.method(method)
+    chosen, seed = presets.method(method or "dp-psasc"), seed or 0
     folder = out or Path("runs") / config.preset
     _require_writable(folder)
     with display.run_bar(chosen.title, quiet=as_json) as bar:
@@ -72,6 +119,57 @@ def train(
     typer.echo(f"{record.title}: test accuracy {100 * record.accuracy:.1f}%{spent}, {record.seconds:.1f} s")
     typer.echo(record.statement)
     typer.echo(f"Record in {folder}")
+
+
+@experiment()
+def tune(
+    config: "Config",
+    tries: Annotated[float, typer.Option(min=1, help="How many on average; the number is random.")] = 8,
+    shape: Annotated[float, typer.Option(min=0, help="Of its distribution: 1 is geometric, inf Poisson.")] = 1,
+    score_noise: Annotated[float, typer.Option(min=0, help="Standard deviation on the count of held-out samples.")] = 5,
+    seed: Annotated[int | None, typer.Option(help="For public data: whoever knows it can remove the noise.")] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Search rate, C, s and momentum of DP-PSASC within the budget: only the best try is released. Resumes.
+
+    \b
+    Example:
+      dpscale tune digits --tries 8 --epsilon 3 --out runs/tuned
+    """
+    folder = out or Path("runs") / f"{config.preset}-tuned"
+    _require_writable(folder)
+    import torch
+
+    from dpscale.lab import selection, terminal
+    from dpscale.tuning import Selection
+
+    chosen = Selection(tries=tries, shape=shape, score_noise=score_noise)
+    start = time.perf_counter()
+
+    def told(done: int) -> None:
+        if not as_json:
+            terminal.line(f"{done} tries done, {time.perf_counter() - start:.0f} s")
+
+    found = selection.select(config, chosen, folder, seed, told)
+    state = found.pop("state", None)
+    if state is not None:
+        torch.save(state, folder / "model.pt")
+    if as_json:
+        print_json(found)
+        return
+    if found["choice"] is None:
+        typer.echo("No try was drawn, which a Poisson number allows. Nothing is released.")
+        return
+    typer.echo(f"Best: {', '.join(f'{name} {value:g}' for name, value in found['choice'].items())}")
+    typer.echo(f"Test accuracy {found['test_accuracy']:.1%}")
+    whole, one, every = (
+        f"{found[name]:.3f}" for name in ("epsilon", "epsilon_of_one_try", "epsilon_if_all_were_released")
+    )
+    typer.echo(f"epsilon {whole} at delta {config.delta:g} for the whole search")
+    typer.echo(f"One try by itself would cost {one}, and {tries:g} that are all released {every}.")
+    typer.echo(found["statement"])
+    typer.echo(f"Model in {folder}")
 
 
 @experiment(tune=Tune)
@@ -161,6 +259,40 @@ def report(
     else:
         for name, path in files.items():
             typer.echo(f"{name.capitalize()}: {path}")
+
+
+def presets(as_json: Json = False) -> None:
+    """List the experiments that can be named, with their settings.
+
+    \b
+    Example:
+      dpscale presets
+    """
+    from dpscale.lab.presets import PRESETS
+
+    found = {name: make().to_dict() for name, make in PRESETS.items()}
+    if as_json:
+        print_json(found)
+        return
+    for name, config in found.items():
+        shown = ("epsilon", "delta", "batch", "epochs", "model", "optimizer")
+        typer.echo(f"{name:<20} {', '.join(f'{key} {config[key]}' for key in shown)}")
+
+
+def methods(as_json: Json = False) -> None:
+    """List the methods that can be compared.
+
+    \b
+    Example:
+      dpscale methods
+    """
+    from dpscale.lab.presets import METHODS
+
+    if as_json:
+        print_json({name: method.title for name, method in METHODS.items()})
+        return
+    for name, method in METHODS.items():
+        typer.echo(f"{name:<20} {method.title}")
 
 
 @reproduce.callback(invoke_without_command=True)

@@ -137,6 +137,22 @@ def run_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
+@contextmanager
+def steps_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar over the steps of a run, called with the step and how many there are; plain lines without a terminal."""
+    with terminal.bar(*_columns(), quiet=quiet) as bar:
+        if bar is None:
+            due = terminal.tenths()
+            yield (
+                lambda step, steps: (
+                    terminal.line(f"{title}: step {step} of {steps}") if due(step, steps) and not quiet else None
+                )
+            )
+            return
+        task = bar.add_task(title, total=None, state="", speed="")
+        yield lambda step, steps: bar.update(task, completed=step, total=steps)
+
+
 def _run_lines(title: str) -> Callable[[Progress], None]:
     """Says in lines where a run stands, and what it waits for."""
     due = terminal.tenths()

@@ -37,7 +37,9 @@ Values = Annotated[
         "--set", help="Any other value of the preset, as NAME=VALUE in JSON: --set held_out=0.2 --set grid=[1,2]."
     ),
 ]
-Rate = Annotated[float | None, typer.Option("--lr", help="Learning rate × bound / gamma1 for every method: no search.")]
+Rate = Annotated[
+    float | None, typer.Option("--rate", "--lr", help="Learning rate × bound / gamma1 for every method: no search.")
+]
 
 OPTIONS: dict[str, Any] = {
     "epsilon": Annotated[float | None, typer.Option(help="Privacy budget; default: the preset's.")],
@@ -84,15 +86,22 @@ OPTIONS: dict[str, Any] = {
 _OTHERS: dict[str, Any] = {"rate": Rate, "data": Folder, "values": Values}
 
 
-def experiment(**more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def experiment(
+    otherwise: Callable[..., None] | None = None, **more: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command whose first argument is a configuration the name of a preset and every option that changes it.
 
-    ``more`` are options of this command alone, by the values of a `Config` that they change.
+    ``more`` are options of this command alone, by the values of a `Config` that they change. Where no preset is named,
+    ``otherwise`` is given all that was said.
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(preset: str, **given: Any) -> None:
+        def run(preset: str | None = None, **given: Any) -> None:
+            if preset is None and otherwise is not None:
+                otherwise(**{name: value for name, value in given.items() if value not in (None, False)})
+                return
+            assert preset is not None
             others, changes = ({name: given.pop(name) for name in names} for names in (_OTHERS, {**OPTIONS, **more}))
             command(configured(preset, **others, **changes), **given)
 
@@ -100,7 +109,9 @@ def experiment(**more: Any) -> Callable[[Callable[..., None]], Callable[..., Non
         own = [own.replace(kind=kind) for own in list(inspect.signature(command).parameters.values())[1:]]
         options = {**more, **OPTIONS, **_OTHERS}
         added = [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in options.items()]
-        name = inspect.Parameter("preset", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Preset)
+        way = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        missing = inspect.Parameter.empty if otherwise is None else None
+        name = inspect.Parameter("preset", way, default=missing, annotation=Preset)
         parameters = [name, *own, *added]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

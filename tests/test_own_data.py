@@ -1,0 +1,107 @@
+"""``dpscale train`` on tables, folders and functions of one's own; lists; errors as JSON."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from dpscale.cli import app
+from dpscale.lab import own
+
+BUDGET = ["--epsilon", "3", "--delta", "1e-4", "--epochs", "2", "--batch", "40"]
+
+
+def run(*words, code=0):
+    found = CliRunner().invoke(app, list(map(str, words)), prog_name="dpscale")
+    assert found.exit_code == code, found.output
+    return found
+
+
+@pytest.fixture
+def table(tmp_path):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(200, 3))
+    path = tmp_path / "people.csv"
+    rows = [f"{a:.4f},{b:.4f},{c:.4f},{'yes' if a > 0 else 'no'}" for a, b, c in x]
+    path.write_text("\n".join(["a,b,c,outcome", *rows]) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_table_is_trained_on(table, tmp_path):
+    out = tmp_path / "out"
+    found = json.loads(
+        run("train", "--data", table, "--target", "outcome", "--test", table, *BUDGET, "--out", out, "--json").stdout
+    )
+    assert found["classes"] == ["no", "yes"] and found["steps"] == 10
+    assert 0 < found["epsilon"] <= 3 and found["statement"].startswith("Guarantee: (")
+    assert found["test_accuracy"] > 0.7, "the sign of a column is easy to learn"
+    assert json.loads((out / "run.json").read_text(encoding="utf-8")) == found
+    state = torch.load(out / "model.pt", weights_only=True)
+    assert {tuple(t.shape) for t in state.values()} == {(2, 3), (2,)}
+    assert (out / "run.ckpt").exists()
+
+
+def test_own_data_get_noise_that_nobody_can_guess(table, tmp_path):
+    """Presets have a seed unless told; data of one's own never do."""
+    weights = []
+    for k in range(2):
+        run("train", "--data", table, "--target", "outcome", *BUDGET, "--out", tmp_path / str(k))
+        weights.append(torch.load(tmp_path / str(k) / "model.pt", weights_only=True)["1.weight"])
+    assert not torch.equal(*weights)
+
+
+def test_a_folder_of_images_is_trained_on(tmp_path):
+    for name, shade in (("dark", 20), ("light", 220)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for k in range(30):
+            Image.new("RGB", (6, 6), (shade, shade + k % 5, shade)).save(tmp_path / "images" / name / f"{k}.png")
+    out = tmp_path / "out"
+    run("train", "--data", tmp_path / "images", *BUDGET, "--out", out)
+    found = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    assert found["classes"] == ["dark", "light"]
+    dataset = own.samples(str(tmp_path / "images"), None).dataset
+    x, y = dataset[59]
+    assert x.shape == (3, 6, 6) and y == 1 and x.max() == pytest.approx(224 / 255)
+
+
+def test_model_and_data_come_from_functions(tmp_path, monkeypatch):
+    (tmp_path / "mine_for_tests.py").write_text(
+        "import numpy as np, torch\n"
+        "def data():\n    return np.ones((80, 4), dtype=np.float32), np.zeros(80, dtype=np.int64)\n"
+        "def network():\n    return torch.nn.Linear(4, 2)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    run("train", "--data", "mine_for_tests:data", "--model", "mine_for_tests:network", *BUDGET)
+    assert torch.load("runs/own/model.pt", weights_only=True)["weight"].shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta."),
+        (["--data", "TABLE", *BUDGET], "--target must be a column of"),
+        (["--data", "TABLE", "--target", "b", *BUDGET], "has columns that are no numbers: outcome."),
+        (["--data", "nowhere", *BUDGET], "--data nowhere must be a file table.csv, a folder of images, or"),
+        (["--data", "no_such_module:f", *BUDGET], "--data no_such_module:f cannot be imported"),
+        (["--data", "TABLE", "--target", "outcome", "--model", "x", *BUDGET], "--model x must be module:function, or"),
+        (["--data", "TABLE", "--target", "outcome", "--s", "0.5", *BUDGET], "--s is for presets."),
+        (["digits", "--target", "b"], "--target and --test are for data of your own."),
+    ],
+)
+def test_bad_words_are_one_line_and_json_says_them_too(words, said, table, tmp_path):
+    words = [str(table) if word == "TABLE" else word for word in words]
+    found = run("train", *words, "--out", tmp_path / "out", "--json", code=2)
+    assert said in json.loads(found.stdout)["error"]
+    assert found.stderr.count("\n") == 1 and said in found.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_presets_and_methods_are_listed():
+    assert json.loads(run("presets", "--json").stdout)["mnist"]["epsilon"] == 3
+    assert "fashion-mnist" in run("presets").stdout
+    assert json.loads(run("methods", "--json").stdout)["dp-sgd"] == "DP-SGD"
+    assert "dp-psasc-star" in run("methods").stdout
