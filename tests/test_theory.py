@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from dpscale import PSASC, cli
 from dpscale.lab import theory, theory_view
 
 DOCS = Path(__file__).parent.parent / "docs"
+PAGES = (DOCS / "theory.md", DOCS.parent / "results" / "theory-notes.md")
 
 
 def run(*arguments, code=0):
@@ -259,12 +261,18 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path, mo
     assert "Cannot write" in refuse("theory", "--out", str(tmp_path / "file" / "below"))
 
 
-def test_page_quotes_the_measured_slopes():
-    page = (DOCS / "theory.md").read_text(encoding="utf-8").replace("−", "-")
+def test_pages_quote_the_measured_slopes():
+    page, notes = (path.read_text(encoding="utf-8").replace("−", "-") for path in PAGES)
     found = json.loads((DOCS / "figures" / "theory.json").read_text(encoding="utf-8"))
     assert found["settings"]["quick"] is False and len(found["settings"]["seeds"]) >= 10
+    slopes = set()
     for row in found["convergence"]:
-        quoted = f"{theory.Fit(**row['slope']).text} | {theory.Fit(**row['slope_last_decade']).text}"
-        assert quoted in page, row["title"]
+        slope = theory.Fit(**row["slope"]).text
+        slopes.add(slope)
+        assert f"{slope} | {theory.Fit(**row['slope_last_decade']).text}" in notes, row["title"]
+    quoted = set(re.findall(r"[+-]\d\.\d\d \[[^]]*\]", page))
+    assert quoted and quoted <= slopes
     for name in theory_view.FIGURES:
-        assert f"figures/theory-{name}.png" in page and (DOCS / "figures" / f"theory-{name}.png").exists()
+        figure = f"figures/theory-{name}.png"
+        assert figure in page or figure in notes, name
+        assert (DOCS / figure).exists()

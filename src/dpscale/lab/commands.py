@@ -236,7 +236,7 @@ def report(
     Example:
       dpscale report runs/digits
       dpscale report runs/paper --pack results
-      dpscale report results --markdown docs/results.md
+      dpscale report results --markdown results/README.md
     """
     from dpscale.lab import markdown as tables
     from dpscale.lab import paper, records, report
