@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from threading import RLock
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -81,6 +82,7 @@ class Private:
         self._padding = Padding(Sizes.of(plan.sampling, micro_batch, ranks.size)) if compile else None
         self._engine = Engine(model, compile=compile, any_size=self._padding.usual if self._padding else 0)
         self._guard = Guard(optimizer, self)
+        self._stepping = RLock()  # one release at a time: engine, noise and gradients have one place each
         self._micro_batch = micro_batch
         self._structure: Structure | None = None
         self._description = Description()
@@ -437,6 +439,10 @@ class Private:
             batch: as drawn; it may have been moved to a device or transformed sample by sample.
             loss_fn: ``loss_fn(model, data)`` -> per-sample losses, shape (B,); ``data`` is ``batch.data``.
         """
+        with self._stepping:
+            return self._step(batch, loss_fn)
+
+    def _step(self, batch: Any, loss_fn: LossFn) -> StepReport:
         with self._ranks.whole():
             with self._ranks.together("step", lambda: self._terms(draw)):
                 data = batch.data if isinstance(batch, Batch) else batch
@@ -462,7 +468,7 @@ class Private:
             losses: shape (B,), from a forward of the model on the drawn batch.
             batch: the one that they are the losses of. None: the one outstanding draw.
         """
-        with self._ranks.whole():
+        with self._stepping, self._ranks.whole():
             with self._ranks.together("backward", lambda: self._terms(draw)):
                 self._check_backward()
                 parameters = self._parameters()
