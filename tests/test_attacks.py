@@ -1,8 +1,15 @@
 """What an attack from the public names alone got past an earlier engine, one test each; and what stays in memory."""
 
+import contextlib
 import gc
+import random
+import threading
 import weakref
+from contextvars import ContextVar
+from decimal import Decimal
+from enum import Enum
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 import dpscale
+from dpscale import noise
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.tape.tape import Tape
 
@@ -219,3 +227,287 @@ def test_a_sample_that_is_drawn_alone_is_summed_too():
             torch.testing.assert_close(report.norms, expected)
             alone += len(expected) == 1
     assert alone > 2
+
+
+# A third attack
+
+
+class Tally:
+    """A plain class, no module, that remembers in itself."""
+
+    total = 0.0
+    calls = 0
+
+
+REGISTRY: dict = {}
+WEAK = weakref.WeakKeyDictionary()
+CURRENT: ContextVar = ContextVar("current", default=0.0)
+
+
+def noted(x):
+    noted.last = float(x.mean())
+    return x
+
+
+class Mode(Enum):
+    TRAIN = 1
+
+
+class Keeps(Net):
+    """Leaves something of the samples behind, as ``how`` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.kept, self.how = {}, how
+
+    def forward(self, x):
+        self.how(self, x.detach())
+        return super().forward(x)
+
+
+def in_class(model, x):
+    Tally.total += float(x.sum())
+
+
+def in_function(model, x):
+    noted(x)
+
+
+def by_module(model, x):
+    REGISTRY[model] = x.mean()
+
+
+def by_weak_reference(model, x):
+    WEAK[model] = x.mean()
+
+
+def by_enum(model, x):
+    model.kept[Mode.TRAIN] = float(x.mean())
+
+
+def as_decimal(model, x):
+    model.value = Decimal(float(x.sum()))
+
+
+def as_numpy_number(model, x):
+    model.value = np.float32(x.sum().item())
+
+
+def as_numpy_text(model, x):
+    model.value = np.array([str(float(x.sum()))])
+
+
+def as_numpy_objects(model, x):
+    model.value = np.array([float(x.sum()), None], dtype=object)
+
+
+def as_sparse(model, x):
+    model.value = x[:2].to_sparse()
+
+
+def in_context(model, x):
+    CURRENT.set(float(x.sum()))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [in_class, in_function, by_module, by_weak_reference, by_enum, as_decimal, as_numpy_number, as_numpy_text,
+     as_numpy_objects, as_sparse, in_context],
+)  # fmt: skip
+def test_memories_in_unusual_places_are_compared_and_put_back(how):
+    with pytest.raises(dpscale.UnsupportedModel, match="from what is in the samples"):
+        go(Keeps(how))
+    assert Tally.total == CURRENT.get() == 0.0 and not REGISTRY and not WEAK and not hasattr(noted, "last")
+
+
+def loss_with_a_total(model, batch):
+    loss_with_a_total.total = getattr(loss_with_a_total, "total", 0.0) + float(batch[0].sum())
+    return loss_fn(model, batch)
+
+
+def test_what_the_loss_function_keeps_as_its_own_attribute_is_compared():
+    with pytest.raises(dpscale.UnsupportedModel, match="total"):
+        dpscale.scaled_sum(Net(), loss_with_a_total, data()[:24], dpscale.Clip(C=1.0))
+
+
+class CountsInAClass(Net):
+    def forward(self, x):
+        Tally.calls += 1
+        return super().forward(x)
+
+
+def test_a_count_of_forwards_in_a_class_is_no_reason_to_refuse():
+    before = Tally.calls
+    assert go(CountsInAClass(), steps=4).steps_taken == 4
+    assert before < Tally.calls <= before + 8  # and not those of the looks
+
+
+class SometimesCentred(Net):
+    def __init__(self, generator, draw):
+        super().__init__()
+        self.generator, self.draw = generator, draw
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0) if self.draw(self.generator) < 0.2 else x)
+
+
+GENERATORS = {
+    "torch": (lambda: torch.Generator().manual_seed(6), lambda g: float(torch.rand((), generator=g))),
+    "numpy": (lambda: np.random.default_rng(7), lambda g: g.random()),
+    "python": (lambda: random.Random(3), lambda g: g.random()),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_mixing_by_the_draws_of_a_generator_of_ones_own_is_refused_at_once(kind):
+    make, draw = GENERATORS[kind]
+    assert draw(make()) >= 0.2  # not in the first forward
+    with pytest.raises(dpscale.UnsupportedModel, match="coupled"):
+        dpscale.scaled_sum(SometimesCentred(make(), draw), loss_fn, data()[:24], dpscale.Clip(C=1.0))
+
+
+class Secretive(Net):
+    def forward(self, x):
+        return super().forward(x + 0.0 * SECRET.random())
+
+
+SECRET = random.SystemRandom()
+
+
+def test_randomness_of_the_operating_system_has_no_state_to_put_back():
+    assert go(Secretive(), steps=3).steps_taken == 3
+
+
+class CentresSomeSizes(Net):
+    def forward(self, x):
+        return super().forward(x - x.mean(0) if len(x) % 8 == 0 else x)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_mixing_in_batches_of_certain_sizes_is_refused_when_the_first_comes(how):
+    model = CentresSomeSizes()
+    sizes, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.01)
+    run = dpscale.privatize(model, optimizer, plan(sampling=dpscale.Poisson(size=SIZE, batch=20), steps=200), seed=2)
+    with pytest.raises(dpscale.UnsupportedModel):
+        for drawn in run.batches(data()):
+            sizes.append(len(drawn.draw.indices))
+            if how == "step":
+                run.step(drawn, loss_fn)
+            else:
+                run.backward(loss_fn(model, drawn))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [size % 8 for size in sizes].index(0) == len(sizes) - 1 > 4
+
+
+def test_hooks_on_parameters_are_called_sample_by_sample():
+    """They were left out: what a mask keeps frozen was trained."""
+    model, batch = Net(), data()[:24]
+    mask = (torch.arange(8) < 4).unsqueeze(1)
+    model.first.weight.register_hook(lambda g: g * mask)
+    out = dpscale.scaled_sum(model, loss_fn, batch, dpscale.Clip(C=1.0))
+    assert out.grads["first.weight"][:4].any() and not out.grads["first.weight"][4:].any()
+    parameters = list(model.parameters())
+    for x, y, norm in zip(*batch, out.norms, strict=True):
+        own = torch.autograd.grad(F.cross_entropy(model(x.unsqueeze(0)), y.unsqueeze(0)), parameters)
+        torch.testing.assert_close(norm, torch.cat([g.flatten() for g in own]).norm())
+
+
+def test_two_threads_never_add_the_same_noise(monkeypatch):
+    """Noise is drawn into one place: another thread that drew before it was added would have it added twice."""
+    model = Net()
+    sampling = dpscale.Poisson(size=SIZE, batch=12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run = dpscale.privatize(model, optimizer, plan(sampling=sampling, steps=8), seed=1)
+    batches = run.batches(data())
+    run.step(next(batches), loss_fn)
+    both, drawn, made = threading.Barrier(2), [], noise._standard_normal
+
+    def slow(*args):
+        draw = made(*args)
+
+        def drawing(numbers):
+            draw(numbers)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+            drawn.append(numbers.clone())
+
+        return drawing
+
+    monkeypatch.setattr(noise, "_standard_normal", slow)
+    threads = [threading.Thread(target=run.step, args=(batch, loss_fn)) for batch in (next(batches), next(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert run.steps_taken == 3 and len(drawn) == 2 and not torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("part", ["model", "first"])
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_compiled_parts_run_as_they_are_written(how, part):
+    trained = []
+    for compiled in (False, True):
+        model = Net()
+        if compiled and part == "first":
+            model.first = torch.compile(model.first, backend="eager")
+        elif compiled:
+            model = torch.compile(model, backend="eager")
+        go(model, how, steps=3)
+        trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*trained)
+
+
+class Tokens(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out = nn.Embedding(20, 5, sparse=sparse), nn.Linear(5, 2)
+
+    def forward(self, ids):
+        return self.out(self.table(ids).mean(1))
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_sparse_gradients_of_an_embedding_are_summed_as_dense_ones(how):
+    ids = TensorDataset(torch.randint(0, 20, (SIZE, 7), generator=seeded(1)), data().tensors[1])
+    trained = []
+    for sparse in (False, True):
+        model = Tokens(sparse)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = dpscale.privatize(model, optimizer, plan(sampling=dpscale.Poisson(size=SIZE, batch=12)), seed=1)
+        for drawn in run.batches(ids):
+            if how == "step":
+                run.step(drawn, loss_fn)
+            else:
+                run.backward(loss_fn(model, drawn))
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(model.table.weight.detach())
+    torch.testing.assert_close(*trained)
+
+
+class WritesItsInput(Net):
+    def forward(self, x):
+        x.div_(2.0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_a_forward_that_writes_into_its_batch_gets_it_as_it_was_drawn(how):
+    def halved(model, batch):
+        return F.cross_entropy(model(batch[0] / 2), batch[1], reduction="none")
+
+    trained = []
+    for model, loss in ((WritesItsInput(), loss_fn), (Net(), halved)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        run = dpscale.privatize(model, optimizer, plan(sampling=dpscale.Poisson(size=SIZE, batch=24)), seed=1)
+        for drawn in run.batches(data()):
+            if how == "step":
+                run.step(drawn, loss)
+            else:
+                run.backward(loss(model, drawn))
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(model.first.weight.detach())
+    torch.testing.assert_close(*trained)

@@ -64,6 +64,11 @@ forward_hooks: Callable[[nn.Module], tuple[MutableMapping[int, Any], ...]] = att
 )
 
 
+def has_hooks(t: Tensor) -> bool:
+    """Whether something was registered to be called with its gradient. If it goes: nothing says so."""
+    return bool(t._backward_hooks)
+
+
 def storage(t: Tensor) -> int:
     """A number that tells a tensor's memory from any other's, fake ones included. If it goes: `StorageWeakRef`."""
     number: int = t.untyped_storage()._cdata

@@ -9,6 +9,7 @@ that edge is all a rule needs. Nothing is hung on parameters, and no hook depend
 """
 
 import re
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -234,14 +235,20 @@ class Watched:
     """How many modes of ours watch the forwards that run now; a recorder then keeps out of the way."""
 
     count = 0
+    _stance: Any = None
 
     @classmethod
     def add(cls, more: int) -> None:
-        """With the first one, checkpointed regions begin to run plainly; with the last one they end to."""
+        """With the first one, checkpointed regions and compiled parts begin to run plainly; with the last one they end
+        to."""
         if cls.count == 0 or cls.count + more == 0:
             for name, other in _exchanged.items():
                 _exchanged[name] = getattr(torch_checkpoint, name)
                 setattr(torch_checkpoint, name, other)
+            if cls._stance is not None:
+                cls._stance.__exit__(None, None, None)
+            begins = cls.count == 0 and "torch._dynamo" in sys.modules  # which is slow to import: nothing is compiled
+            cls._stance = torch.compiler.set_stance("force_eager") if begins else None
         cls.count += more
 
 
@@ -256,6 +263,11 @@ def unrecorded() -> Iterator[None]:
 
 
 # -- Modes -----------------------------------------------------------------------------------------------------------
+
+
+def asks(func: Function, args: Args) -> bool:
+    """Whether a call only asks for a property of a tensor, such as ``x.shape``; ``x.T`` is an operation."""
+    return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
 
 
 class ParameterOps(TorchFunctionMode):
@@ -279,15 +291,10 @@ class ParameterOps(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs.get("create_graph") and func in _BACKWARDS:
             raise UnsupportedModel(SECOND)
-        if not any(id(t) in self.keys for t in tensors_in(args, kwargs)) or self.asks(func, args):
+        if not any(id(t) in self.keys for t in tensors_in(args, kwargs)) or asks(func, args):
             return self.pass_by(func, args, kwargs)
         inside = self.enter(func, args)
         return self.meet(func, args, kwargs) if inside is None else inside(*args, **kwargs)
-
-    @staticmethod
-    def asks(func: Function, args: Args) -> bool:
-        """Whether a call only asks for a property of a tensor, such as ``x.shape``; ``x.T`` is an operation."""
-        return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
 
     def enter(self, func: Function, args: Args) -> Function | None:
         """As `enter`, watched; but not one that hands itself over a second time."""

@@ -19,7 +19,7 @@ from dpscale.engine.verify.look import Subject
 from dpscale.engine.verify.places import ROWS
 from dpscale.engine.verify.probe import Undropped
 from dpscale.engine.verify.randomness import own_randomness
-from dpscale.engine.verify.rows import count_of, neutral, replaced, take
+from dpscale.engine.verify.rows import copied, count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
 from dpscale.engine.verify.values import close, near, same
 
@@ -76,7 +76,7 @@ class Glance:
     def _run(self, data: Any) -> tuple[Tensor, Any]:
         """Losses, and what is left behind."""
         with own_randomness(self._seed), torch.enable_grad(), Undropped():
-            losses = self._subject.run(data).detach()
+            losses = self._subject.run(copied(data)).detach()
         return losses, self._surroundings.left_behind()
 
     def _stays(self, ours: tuple[Tensor, Any], data: Any, i: int) -> bool:
@@ -147,7 +147,7 @@ class Glance:
         shared: list[Shared] = []
         with own_randomness(self._seed), torch.enable_grad():
             with Tape(self._subject.parameters, None, sites, count_of(data), lenient=True, shared=shared) as tape:
-                losses = self._subject.run(data)
+                losses = self._subject.run(copied(data))
             places = insides(tape) if not tape.lost and losses.requires_grad else []
             astray = not places or (weighted and misplaced(losses, places, self._seed) is not None)
             rows = [] if astray else arrived(losses, places, i)

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from dpscale.engine.combine import gradients
-from dpscale.engine.compat import tree_map
+from dpscale.engine.compat import has_hooks, tree_map
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import OpName, Site, Sites, Tape
 from dpscale.engine.verify.credit import insides, misplaced
 from dpscale.engine.verify.places import ROWS, Obstacle, keeps, places
 from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped
 from dpscale.engine.verify.randomness import host_states, own_randomness
-from dpscale.engine.verify.rows import Features, companies, count_of, neutral, replaced, take
+from dpscale.engine.verify.rows import Features, companies, copied, count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
 from dpscale.engine.verify.values import (
     Gradient,
@@ -115,6 +115,7 @@ class Look:
         self._subject, self._batch, self._features = subject, batch, rows
         self._kept, self._singles, self._again, self._seed = list(kept), singles or {}, again, seed
         self._ahead, self._draws, self._rest = 0, False, list(rest)
+        self._afresh = False  # whether generators of the model's own start anew, too
         self._rng = np.random.default_rng(seed)
         self._rows = take(batch, self._kept)
         self._moved: tuple[Any, Any, int] | None = None
@@ -162,6 +163,7 @@ class Look:
         try:
             if not isinstance(base, Probe) or base.lost or any(o is None or o[0].lost for o in others):
                 raise Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
+            _require_no_hooks(self._subject.parameters)
             sites = places(base, [probe for probe, _ in others], arrived, growth)
             self._check_backward(base, arrived, others)
             self._check_credit(base, sites, arrived, plain)
@@ -188,8 +190,10 @@ class Look:
         with own_randomness(self._seed), torch.enable_grad(), mode:
             if self._ahead:
                 self._surroundings.count_ahead(self._ahead)
+            if self._afresh:
+                self._surroundings.draw_from(self._seed)
             before = host_states()
-            losses = self._subject.run(data)
+            losses = self._subject.run(copied(data))
             self._draws |= host_states() != before
             self._own_draws |= self._surroundings.drew()
             return losses
@@ -364,9 +368,9 @@ class Look:
     def _at_other_draws(self, base: Numbered) -> None:
         """The same with other random numbers, and as many steps later as the forward itself may count."""
         counts = self._surroundings.count_ahead(0)
-        if not (base.draws_freely or self._draws or counts):
+        if not (base.draws_freely or self._draws or self._own_draws or counts):
             return
-        seed = self._seed
+        seed, self._afresh = self._seed, True
         seeds = [seed + 7919 * (k + 1) for k in range(LATER)] if self._again else SEEDS
         for k, self._seed in enumerate(seeds):
             self._ahead = 2**k if counts else 0
@@ -379,7 +383,7 @@ class Look:
             theirs = self._surroundings.left_behind()
             self._unmoved(own, mode, self._rows, data, ours, losses, i)
             self._surroundings.compare(left, theirs)
-        self._seed, self._ahead = seed, 0
+        self._seed, self._ahead, self._afresh = seed, 0, False
 
     def _refuse(self, ours: Any, theirs: Any, i: int) -> None:
         """Say where samples meet; unless the forward is another each time, on the very same rows."""
@@ -535,6 +539,13 @@ class Look:
         parameters = self._subject.parameters
         targets = {("leaf", n): t for n, t in base.leaves.items()} | {("past", n): t for n, t in parameters.items()}
         return gradient(losses, weights, targets)
+
+
+def _require_no_hooks(parameters: Mapping[str, Tensor]) -> None:
+    """A hook on a parameter sees its gradient, which a tape never makes."""
+    for name, p in parameters.items():
+        if has_hooks(p):
+            raise Obstacle(f"parameter {name!r} has a hook (register_hook), which needs its gradient as a whole")
 
 
 def around(rows: Any, i: int, batch: Any, features: Features | None, rng: np.random.Generator) -> list[Any]:

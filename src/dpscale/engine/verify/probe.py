@@ -15,7 +15,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpscale.engine.compat import tree_flatten, tree_leaves
 from dpscale.engine.modules import PLAIN
-from dpscale.engine.tape.tape import OpName, ParameterOps, Role, Site, Sites, Tape, TapedOp, as_now, result, tensors_in
+from dpscale.engine.tape.tape import (
+    OpName,
+    ParameterOps,
+    Role,
+    Site,
+    Sites,
+    Tape,
+    TapedOp,
+    as_now,
+    asks,
+    result,
+    tensors_in,
+)
 from dpscale.engine.verify.randomness import host_states, seed_torch, torch_states
 
 Shapes = tuple[torch.Size, ...]
@@ -90,7 +102,7 @@ class Numbered(ParameterOps):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.asks(func, args):
+        if asks(func, args):
             return func(*args, **kwargs)
         inside = self.enter(func, args)
         if inside is not None:

@@ -157,6 +157,11 @@ def take(batch: Any, rows: Sequence[int]) -> Any:
     return over_rows(batch, some, count)
 
 
+def copied(batch: Any) -> Any:
+    """The batch in memory of its own: a forward may write into what it is given."""
+    return over_rows(batch, lambda rows: rows.clone() if isinstance(rows, Tensor) else rows)
+
+
 def neutral(batch: Any) -> Any:
     """The batch with zeros, False and empty strings in place of its values."""
 

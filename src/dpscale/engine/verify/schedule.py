@@ -14,9 +14,9 @@ from dpscale.engine.verify.rows import Features, Novelty
 SHARE = 0.02
 """Of a run's time that later checks may take."""
 
-FORCED = {"far": 64, "rows": 16, "settings": 16}
+FORCED = {"far": 64, "rows": 16, "settings": 16, "remainders": 8, "sizes": 0}
 """Checks that are made whatever they cost: at rows far from all before, as all of a new length are; at other new rows;
-at new settings."""
+at new settings; at the first batch of each remainder by eight. Not at every new size."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Schedule:
         self._now: Hashable = None  # of the last sum, if it was known
         self._novelty: dict[Hashable, Novelty] = {}
         self._sizes: list[int] = []
+        self._met: set[int] = set()  # sizes that were looked at
+        self._remainders: set[int] = set()  # of those, by eight: what some forwards ask of a size
         self._forced = dict(FORCED)
         self._started: float | None = None
         self._last = 0.0, 0.0  # when the last check ended, and its seconds
@@ -65,13 +67,18 @@ class Schedule:
         novelty = self._novelty.setdefault(shapes, Novelty())
         nothing: tuple[Sequence[int], bool] = [], False
         new, far = nothing if rows is None else novelty.new(rows)
-        reasons = {"far": far, "rows": len(new) > 0, "settings": not self._is_known(kind, setting, shapes)}
+        reasons = {
+            "far": far, "rows": len(new) > 0, "settings": not self._is_known(kind, setting, shapes),
+            "remainders": size % 8 not in self._remainders, "sizes": size not in self._met,
+        }  # fmt: skip
         if not self._is_due(kind, size, reasons, now):
             return None
         thorough = kind not in self._kinds or self._long_ago(now)
         self._kinds.add(kind)
         self._settings.add((kind, setting, shapes))
         self._sizes = [min([size, *self._sizes]), max([size, *self._sizes])]
+        self._met.add(size)
+        self._remainders.add(size % 8)
         if rows is not None:  # rows that are not looked at stay new
             novelty.learn(rows)
         return Due([int(i) for i in new] if len(new) < size else [], thorough)

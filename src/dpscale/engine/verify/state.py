@@ -6,11 +6,14 @@ change differently for different rows is told: it would carry the data out of tr
 
 import functools
 import random
+import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import cached_property, partial
 from itertools import chain
+from numbers import Number
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -20,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpscale.engine.compat import is_sharded, registered, version
+from dpscale.engine.compat import hooks, is_sharded, registered, version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import Variable, variables_of
 from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
@@ -34,6 +37,7 @@ _OPAQUE = (type, ModuleType, torch.dtype, torch.device)
 _NAMED = ".[parameters]", ".[buffers]", ".[modules]", ".[attributes]", "_hooks"
 _KNOWN = {"torch", "transformers", "peft", "numpy", "builtins", "typing", "abc", "collections", "dpscale"}
 _GENERATORS = (torch.Generator, np.random.Generator, random.Random)
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 class Surroundings:
@@ -46,7 +50,7 @@ class Surroundings:
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self._model = model
-        self._variables = [*_read_by(loss_fn), *_read_by_modules(model)]
+        self._variables = [*_own_attributes("itself", loss_fn), *_read_by(loss_fn), *_read_by_modules(model)]
         self._values = [get() for _, get, _ in self._variables]
         self._counts = [
             (module, name, value)
@@ -72,7 +76,7 @@ class Surroundings:
             elif isinstance(value, dict | list | set | deque):
                 self._containers.append((value, value.copy()))
                 self._sizes.append(len(value))
-            elif isinstance(value, _GENERATORS):
+            elif isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):
                 self._generators.append((value, _state_of(value)))
             elif isinstance(value, bytearray | array):
                 self._bytes.append((value, value[:]))
@@ -123,10 +127,10 @@ class Surroundings:
                 continue
             if isinstance(value, Tensor):
                 found[path] = _digest(value)
-            elif isinstance(value, (*PLAIN, torch.dtype)):
+            elif isinstance(value, (*PLAIN, torch.dtype, Number)):
                 found[path] = value
-            elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-                found[path] = _digest(torch.from_numpy(np.ascontiguousarray(value)))
+            elif isinstance(value, np.ndarray):
+                found[path] = _digest_of_array(value)
             elif isinstance(value, bytearray | array):
                 found[path] = bytes(value)
             elif isinstance(value, list | tuple | deque | dict) and len(value) > _ENTRIES:  # too long to look into
@@ -179,6 +183,16 @@ class Surroundings:
     def drew(self) -> bool:
         """Whether numbers were drawn from a generator of one's own, which knows nothing of rows."""
         return any(str(_state_of(generator)) != str(state) for generator, state in self._generators)
+
+    def draw_from(self, seed: int) -> None:
+        """Start the generators of one's own from a number; they are put back with all else."""
+        for generator, _ in self._generators:
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            elif isinstance(generator, random.Random):
+                generator.seed(seed)
+            else:
+                generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
     def require_parameters_kept(self, changed: Sequence[str]) -> None:
         """A forward must not train by itself."""
@@ -246,9 +260,8 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", each) for name, each in list(vars(value).items()) if name != "training")
     elif isinstance(value, dict):
         if len(value) <= _ENTRIES and not any(isinstance(each, nn.Module) for each in value.values()):
-            yield from (
-                (f"[{name!r}]", each) for name, each in list(value.items()) if isinstance(name, (*PLAIN, tuple))
-            )
+            for k, (name, each) in enumerate(list(value.items())):  # a module, an enum, a weak reference: by its place
+                yield f"[{name!r}]" if isinstance(name, (*PLAIN, tuple)) else f"[{type(name).__name__} {k}]", each
     elif isinstance(value, list | tuple | deque | set | frozenset):
         if len(value) <= _ENTRIES:
             yield from ((f"[{k}]", each) for k, each in enumerate(list(value)))
@@ -256,31 +269,89 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".self", value.__self__
     elif isinstance(value, functools.partial):
         yield from ((f"({k})", each) for k, each in enumerate((*value.args, *value.keywords.values())))
-    elif _inside(value) and not isinstance(value, FunctionType) and isinstance(getattr(value, "__dict__", None), dict):
+    elif _inside(value) and _own_function(value) and isinstance(getattr(value, "__dict__", None), dict):
         yield ".[attributes]", vars(value)
         yield from ((f".{name}", each) for name, each in list(vars(value).items()))
 
 
+def _own_function(value: Any) -> bool:
+    """Whether it is one, or no function at all: those of libraries keep nothing of a batch."""
+    return not isinstance(value, FunctionType) or _own(value)
+
+
 def _read_by_modules(model: nn.Module) -> Iterator[Variable]:
-    """What the methods of one's own modules read from around them, and what their classes hold."""
+    """What the methods of one's own modules, their hooks and the functions stored in them read from around them, and
+    what their classes hold."""
+    known: set[int] = set()
     classes = {base: None for module in model.modules() for base in type(module).__mro__}
     for made in (each for each in classes if _own(each)):
-        for name, value in list(vars(made).items()):
-            if isinstance(value, FunctionType):
-                yield from (each for each in _read_by(value) if _inside(each[1]()) or isinstance(each[1](), PLAIN))
-            elif not name.startswith("__") and (isinstance(value, PLAIN) or _inside(value)):
-                yield f"{made.__name__}.{name}", partial(getattr, made, name), partial(setattr, made, name)
+        yield from _held_by_class(made, known)
+    for module in model.modules():
+        called = (hook for each in hooks(module) for hook in each.values())
+        for value in (*vars(module).values(), *called):
+            yield from _led_to(value, known)
+
+
+def _held_by_class(made: type, known: set[int]) -> Iterator[Variable]:
+    """What a class holds, and what its methods read."""
+    known.add(id(made))
+    for name, value in list(vars(made).items()):
+        function = getattr(value, "__func__", value)  # of a class method
+        if isinstance(function, FunctionType):
+            yield from _own_attributes(f"{made.__name__}.{name}", function)
+            yield from (each for each in _read_by(function, known) if _inside(each[1]()) or _plain(each[1]()))
+        elif not name.startswith("__") and (_plain(value) or _inside(value)):
+            yield f"{made.__name__}.{name}", partial(getattr, made, name), partial(setattr, made, name)
 
 
 def _read_by(function: Any, known: set[int] | None = None) -> Iterator[Variable]:
-    """What a function holds and reads, and what the functions of one's own do which it leads to."""
+    """What a function holds and reads, and what the functions and classes of one's own do which it leads to."""
     known = set() if known is None else known
     for name, get, put in variables_of(function):
         yield name, get, put
         value = get()
-        if isinstance(value, FunctionType) and id(value) not in known and _own(value) and len(known) < _ENTRIES:
+        if isinstance(value, ContextVar):
+            yield f"{name}.get()", partial(_current, value), partial(_put_current, value)
+        yield from _led_to(value, known)
+
+
+def _led_to(value: Any, known: set[int]) -> Iterator[Variable]:
+    """What a function of one's own reads, or the class of an object holds; once, and of so many at most."""
+    if isinstance(value, FunctionType):
+        if id(value) not in known and _own(value) and len(known) < _ENTRIES:
             known.add(id(value))
             yield from _read_by(value, known)
+    elif not _plain(value) and not isinstance(value, ModuleType):
+        made = value if isinstance(value, type) else type(value)
+        for base in made.__mro__:
+            if id(base) not in known and _own(base) and not _of_python(base) and len(known) < _ENTRIES:
+                yield from _held_by_class(base, known)
+
+
+def _current(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:  # it was never set
+        return None
+
+
+def _put_current(variable: ContextVar[Any], value: Any) -> None:
+    variable.set(value)
+
+
+def _own_attributes(name: str, function: Any) -> Iterator[Variable]:
+    """A function as something that has attributes."""
+    if isinstance(function, FunctionType):
+        yield name, lambda: function, lambda _: None
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, PLAIN)
+
+
+def _of_python(made: type) -> bool:
+    """Whether a class came with Python."""
+    return made.__module__.split(".")[0] in sys.stdlib_module_names
 
 
 def _own(defined: Any) -> bool:
@@ -305,12 +376,22 @@ def _require_whole(path: str, module: nn.Module) -> None:
 def _digest(t: Tensor) -> Any:
     """A copy, or of a large tensor what hardly any change leaves as it is."""
     if not _has_values(t):
-        return t.shape
+        sparse = t.layout in _SPARSE and not t.is_meta and t.numel() <= _NUMBERS
+        return t.detach().to_dense() if sparse else t.shape
     flat = t.detach()
     if flat.numel() <= _NUMBERS:
         return flat.clone()
     some = flat.reshape(-1)[:: -(-flat.numel() // _NUMBERS)].clone()
     return torch.cat([some.double(), flat.sum(dtype=torch.float64).view(1)]) if not flat.is_complex() else some
+
+
+def _digest_of_array(array: NDArray[Any]) -> Any:
+    """The same of an array of numpy's; of objects, those that are plain."""
+    if array.dtype.kind in "biufc":
+        return _digest(torch.from_numpy(np.ascontiguousarray(array)))
+    if array.dtype.kind == "O":
+        return array.shape, *(v if _plain(v) else type(v) for v in array.flat[:_MOST])
+    return array.shape, array[:_MOST].tobytes()
 
 
 def _state_of(generator: Any) -> Any:

@@ -47,7 +47,7 @@ def gradient(losses: Tensor, seed: Sequence[float], targets: Mapping[Any, Any]) 
         return {}
     weights = torch.tensor(seed, dtype=losses.dtype, device=losses.device)
     grads = torch.autograd.grad([losses], list(targets.values()), [weights], retain_graph=True, allow_unused=True)
-    return {key: g for key, g in zip(targets, grads, strict=True) if g is not None}
+    return {key: g.to_dense() if g.is_sparse else g for key, g in zip(targets, grads, strict=True) if g is not None}
 
 
 def size(gradient: Gradient) -> float:
