@@ -5,6 +5,8 @@ in 10,000 times.
 """
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +22,10 @@ from dpscale import sampling, training
 from dpscale.audit import FALSE_ALARM, audit
 from dpscale.noise import Noise
 
+from . import audit_ranks
 from .helpers import refuse, run
 from .ranks import interpreted
+from .test_distributed import ROOT, environment
 
 SHARP = dpscale.Plan(
     scaling=dpscale.Clip(C=0.7), sampling=dpscale.Poisson(size=1000, batch=250), steps=60, noise_multiplier=0.3,
@@ -212,6 +216,19 @@ def test_every_way_to_train_is_looked_at(name, trained, monkeypatch):
     assert "size of the noise" in failed(trained(WAYS[name]))
 
 
+def test_on_two_ranks_the_audit_is_that_of_one_process(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, audit_ranks.__file__, str(tmp_path / "report.json")], env=environment(), cwd=ROOT, timeout=240,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    there, here = json.loads((tmp_path / "report.json").read_text()), audit_ranks.audited()
+    assert there["ranks"] == 2 and there["consistent"] and here.consistent
+    assert there["bounds"] == pytest.approx(here.bounds)
+    assert [c["p_value"] for c in there["checks"]] == pytest.approx([c.p_value for c in here.checks], rel=1e-3)
+
+
 def test_a_bound_of_another_rule_is_found(trained, monkeypatch):
     """C in the place of C/s, in the noise."""
     monkeypatch.setattr(dpscale.PSASC, "bound", property(lambda rule: rule.C))
@@ -237,7 +254,7 @@ def gaussian_scores(mu, count, seed=0):
 def test_bounds_are_below_the_claim_and_near_it():
     report = audit(full_batch(), runs=2, seed=1)
     assert report.observations == 3600 and report.epsilon_claimed == pytest.approx(4, rel=1e-3)
-    assert 0.75 * 4 < report.epsilon_lower < 4 and report.epsilon_lower == report.bounds["curve"]
+    assert 0.7 * 4 < report.epsilon_lower < 4 and report.epsilon_lower == report.bounds["curve"]
     assert 0.8 < report.bounds["threshold"] < report.epsilon_lower
 
 
@@ -245,7 +262,7 @@ def test_half_the_noise_exceeds_the_claim(monkeypatch):
     add = Noise.add
     monkeypatch.setattr(Noise, "add", lambda self, sums, std, *rest: add(self, sums, std / 2, *rest))
     report = audit(full_batch(), seed=1)
-    assert report.epsilon_lower > 1.5 * report.epsilon_claimed
+    assert report.epsilon_lower > 1.4 * report.epsilon_claimed
     assert "errors of the adversary, against the claimed curve" in failed(report)
 
 
@@ -270,7 +287,7 @@ def test_bounds_hold_as_often_as_they_say(mu):
         above["curve"] += claimed.above(*statistics.central(scores, inside).at_most(0.8)) > 0
         above["guesses"] += statistics.lucky(scores, inside, 1e-5, true).p_value < 0.2
     assert max(above.values()) <= 65
-    assert statistics.by_curve(statistics.central(*gaussian_scores(mu, 20_000)), plan, 1e-5, 0.95) > 0.8 * true
+    assert statistics.by_curve(statistics.central(*gaussian_scores(mu, 20_000)), plan, 1e-5, 0.95) > 0.7 * true
 
 
 def test_p_values_are_uniform_where_nothing_is_broken():
@@ -315,18 +332,15 @@ def test_clopper_and_pearson_cover():
 # -- Canary samples --------------------------------------------------------------------------------------------------
 
 
-def memorising(size=120, noise=0.05, claimed=None):
-    """(A function that makes a run that learns its samples by heart; its data.) It may claim another noise."""
-    x = torch.eye(size)
-    data = TensorDataset(x, torch.arange(size) % 2)
+def memorising(size=120, noise=0.05):
+    """(A function that makes a run that learns its samples by heart; its data.)"""
+    data = TensorDataset(torch.eye(size), torch.arange(size) % 2)
 
     def make_private(data):
-        model = nn.Linear(size, 2)
+        model = nn.Linear(size, 2, bias=False)
         plan = dpscale.Plan(scaling=dpscale.Clip(C=1.0), sampling=dpscale.FullBatch(size=len(data)), steps=3,
-                            noise_multiplier=noise, delta=1e-5)  # fmt: skip
+                            noise_multiplier=noise, delta=1e-6)  # fmt: skip
         private = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=len(data)), plan, seed=5)
-        if claimed:
-            private._plan = replace(plan, noise_multiplier=claimed)
         return private, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
     return make_private, data
@@ -340,9 +354,8 @@ def test_canary_samples_give_a_bound():
 
 def test_canary_samples_find_noise_that_was_left_out(monkeypatch):
     monkeypatch.setattr(Noise, "add", lambda *_: None)
-    report = audit(*memorising(noise=2.0), canaries=100, runs=3, seed=0)
-    assert report.epsilon_claimed < 6 and report.bounds["guesses"] > 2.5
-    assert not audit(*memorising(noise=8.0), canaries=100, runs=3, seed=0).consistent
+    report = audit(*memorising(noise=8.0), canaries=100, runs=3, seed=0)
+    assert report.epsilon_claimed < 1 and report.epsilon_lower > 3 and not report.consistent
 
 
 def test_canaries_of_ones_own_are_inserted():
@@ -371,7 +384,7 @@ def test_a_report_is_plain_values_and_a_picture(tmp_path):
         assert point.fnr_interval[0] <= point.fnr <= point.fnr_interval[1]
     report.picture(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="^The 'path' parameter of AuditReport.picture must be a .png"):
+    with pytest.raises(ValueError, match=r"^The 'path' parameter of AuditReport\.picture must be a \.png"):
         report.picture("curve.txt")
 
 

@@ -126,7 +126,8 @@ def _canary_loss(model: nn.Module, batch: Any) -> Tensor:
     """strength·(own number) for a canary, an ordinary loss for all others."""
     ids, strength, x, y = batch
     own, logits = model(ids, x)
-    return strength * own + (strength == 0) * nn.functional.cross_entropy(logits, y, reduction="none")
+    losses: Tensor = strength * own + (strength == 0) * nn.functional.cross_entropy(logits, y, reduction="none")
+    return losses
 
 
 def _canary_data(plan: Plan, canaries: int, rng: np.random.Generator) -> tuple[TensorDataset, Bools, Floats]:
@@ -156,10 +157,9 @@ class _Adversary:
         self._carried, self._fresh = _outer(plan.momentum)
 
     def see(self, change: Floats, drawn: NDArray[np.int64]) -> Floats:
-        """Take note of a change of the parameters; ``drawn`` are canaries (below 0: others), used where they are no secret.
+        """Take note of a change of the parameters, and return the noisy sum that it came from.
 
-        Returns:
-            the canaries' coordinates of the noisy sum.
+        ``drawn`` are the canaries of the batch (below 0: other samples). It is used only where that is no secret.
         """
         release = (change - self._carried * self._momentum) / self._fresh
         self._momentum = change
@@ -202,9 +202,7 @@ def _white_box(plan: Plan, canaries: int, seed: int | None, run: int, options: d
     return Trace(adversary.scores, inside, adds, adversary.totals, np.array(signals), np.array(blanks))
 
 
-def _report_white_box(
-    plan: Plan, traces: list[Trace], delta: float, confidence: float, started: float
-) -> AuditReport:
+def _report_white_box(plan: Plan, traces: list[Trace], delta: float, confidence: float, started: float) -> AuditReport:
     scores = np.concatenate([trace.scores for trace in traces])
     inside = np.concatenate([trace.inside for trace in traces])
     claimed, judged = Curve.of(plan, delta), statistics.central(scores, inside)
