@@ -360,7 +360,7 @@ def test_canary_samples_find_noise_that_was_left_out(monkeypatch):
 
 def test_canaries_of_ones_own_are_inserted():
     make_private, data = memorising(size=40)
-    odd = TensorDataset(2 * torch.eye(40)[:30], (torch.arange(30) + 1) % 2)
+    odd = TensorDataset(2 * torch.eye(60)[:30, :40], (torch.arange(30) + 1) % 2)
     sizes = []
 
     def noticed(data):
@@ -369,6 +369,23 @@ def test_canaries_of_ones_own_are_inserted():
 
     report = audit(noticed, data, inserted=odd, seed=0)
     assert report.canaries == 30 and 40 < sizes[0] < 70
+
+
+def test_canary_samples_are_for_add_remove_alone():
+    def make_private(data):
+        model = nn.Linear(120, 2)
+        plan = dpscale.Plan(scaling=dpscale.Clip(C=1.0), sampling=dpscale.FixedSize(size=len(data), batch=9), steps=3,
+                            noise_multiplier=1.0, delta=1e-5)  # fmt: skip
+        return dpscale.privatize(model, torch.optim.SGD(model.parameters()), plan), None
+
+    with pytest.raises(ValueError, match=r"whose plan is for add-remove\. Got 'replace-one' instead\. Audit the plan"):
+        audit(make_private, memorising()[1], canaries=60)
+
+
+def test_a_plan_without_noise_is_refused():
+    plan = replace(SHARP, noise_multiplier=None, unsafe_no_noise=True)
+    with pytest.raises(ValueError, match=r"^The 'subject' parameter of audit must be a plan with noise and steps"):
+        audit(plan)
 
 
 # -- Report and command ----------------------------------------------------------------------------------------------
@@ -397,7 +414,7 @@ def test_the_same_seed_gives_the_same_report_and_none_another_each_time():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"canaries": 1}, "The 'canaries' parameter of audit must be an integer >= 2. Got 1 instead."),
+        ({"canaries": 9}, "The 'canaries' parameter of audit must be an integer >= 50. Got 9 instead."),
         ({"canaries": 5000}, "The 'canaries' parameter of audit must be at most 2000. Got 5000 instead."),
         ({"runs": 0}, "The 'runs' parameter of audit must be an integer >= 1. Got 0 instead."),
         ({"confidence": 95}, "The 'confidence' parameter of audit must be a number in (0, 1). Got 95 instead."),

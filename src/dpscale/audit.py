@@ -37,13 +37,16 @@ BLANKS = 512
 STRENGTH = 1e6
 """Norm of a canary's gradient, over the bound: beyond what any rule lets through, so that it adds the bound itself."""
 
+LEAST = 50
+"""Canaries below which nothing can be told."""
+
 MakePrivate = Callable[[Dataset[Any]], tuple[Private, LossFn]]
 
 
 def audit(
     subject: Plan | MakePrivate, data: Dataset[Any] | None = None, *, canaries: int | None = None, runs: int = 1,
     delta: float | None = None, confidence: float = 0.95, seed: int | None = None, inserted: Dataset[Any] | None = None,
-    **options: Any,
+    device: str = "cpu", **options: Any,
 ) -> AuditReport:  # fmt: skip
     """Measure how much of the claimed ε can be shown to be spent, and whether anything speaks against the claim.
 
@@ -53,13 +56,15 @@ def audit(
     Args:
         subject: a calibrated plan, to audit the step under it with canary gradients; or a function that makes a private
             run of a data set, ``make_private(data) -> (private, loss_fn)``, to audit that with canary samples.
-        data: for a function: the data set; half of the canaries are left out of it at random.
+        data: for a function: the data set; each canary is left out of it by a coin, so that its size varies. The plan
+            must be for add-remove, and ``default_collate`` must do for the data.
         canaries: of each run. None: nine in ten samples of the plan, at most 60,000; or half of the data, at most 1000.
         runs: more of them give more observations. Each has fresh coins, noise and draws.
         delta: the plan's if not given.
         confidence: of each lower bound.
         seed: makes it reproducible; None for the operating system's randomness. On several ranks one must be given.
         inserted: for a function: canaries to add to the data (mislabelled samples, say) instead of some of its own.
+        device: for a plan: where to train; noise, kernels and compiled steps are other ones on a GPU.
         options: for a plan: what `privatize` takes besides (``micro_batch``, ``compile``).
 
     Example:
@@ -74,16 +79,25 @@ def audit(
     require_probability("audit", "confidence", confidence, action="0.95 is usual.")
     if isinstance(subject, Plan):
         require(data is None and inserted is None, "audit", "data", "left out for a plan", data)
-        count = min(60_000, max(2, subject.sampling.size * 9 // 10)) if canaries is None else canaries
-        require_count("audit", "canaries", count, least=2)
-        require(count <= subject.sampling.size, "audit", "canaries", f"at most {subject.sampling.size}", count)
-        traces = [_white_box(subject, count, seed, run, options) for run in range(runs)]
-        return _report_white_box(subject, traces, _delta(subject, delta), confidence, started)
+        delta, size = _delta(subject, delta), subject.sampling.size
+        require(
+            bool(subject.noise_multiplier and subject.steps), "audit", "subject", "a plan with noise and steps", subject
+        )
+        count = min(60_000, size * 9 // 10) if canaries is None else canaries
+        _require_canaries(count, size)
+        traces = [_white_box(subject, count, seed, run, device, options) for run in range(runs)]
+        return _report_white_box(subject, traces, delta, confidence, started)
     require(callable(subject), "audit", "subject", "a Plan, or a function that makes a private run", subject)
     require(data is not None and not options, "audit", "data", "given, and nothing else, for a function", options)
     assert data is not None
-    guesses = [_input_space(subject, data, inserted, canaries, seed, run) for run in range(runs)]
+    guesses = [_input_space(subject, data, inserted, canaries, delta, seed, run) for run in range(runs)]
     return _report_input_space(guesses, delta, confidence, started)
+
+
+def _require_canaries(count: int, most: int) -> None:
+    action = f"There are {most} samples to take them from, and fewer than {LEAST} tell nothing."
+    require_count("audit", "canaries", count, least=LEAST, action=action)
+    require(count <= most, "audit", "canaries", f"at most {most}", count, action)
 
 
 def _delta(plan: Plan, delta: float | None) -> float:
@@ -118,7 +132,8 @@ class _CanaryModel(nn.Module):
 
     def released(self) -> Floats:
         """What an adversary looks at: the canaries' numbers, then the blank ones."""
-        first, second = (table.weight.detach()[:, 0].double().numpy() for table in (self.canaries, self.blanks))
+        tables = self.canaries.weight, self.blanks.weight
+        first, second = (table.detach()[:, 0].double().cpu().numpy() for table in tables)
         return np.concatenate([first[BLANKS // 2 :], first[: BLANKS // 2], second])
 
 
@@ -153,7 +168,6 @@ class _Adversary:
         self._plan, self._canaries = plan, canaries
         self._momentum: Floats = np.zeros(())
         self.scores, self.totals = np.zeros(canaries), np.zeros(canaries)
-        self.releases: list[Floats] = []
         self._carried, self._fresh = _outer(plan.momentum)
 
     def see(self, change: Floats, drawn: NDArray[np.int64]) -> Floats:
@@ -183,17 +197,18 @@ def _outer(momentum: Momentum | None) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _white_box(plan: Plan, canaries: int, seed: int | None, run: int, options: dict[str, Any]) -> Trace:
+def _white_box(plan: Plan, canaries: int, seed: int | None, run: int, device: str, options: dict[str, Any]) -> Trace:
     """One run on canaries, through the public path, as somebody sees it who reads every release."""
     data, inside, adds = _canary_data(plan, canaries, np.random.default_rng(None if seed is None else [seed, run]))
-    model, adversary = _CanaryModel(canaries), _Adversary(plan, canaries)
+    data = TensorDataset(*(tensor.to(device) for tensor in data.tensors))
+    model, adversary = _CanaryModel(canaries).to(device), _Adversary(plan, canaries)
     lr = plan.expected_batch / plan.bound  # so that parameters change by the noisy sum, in units of the bound
     own = None if seed is None else seed * 1000 + run
     private = privatize(model, torch.optim.SGD(model.parameters(), lr=lr), plan, seed=own, **options)
     signals, blanks = [], []
     before = model.released()
     for batch in private.batches(data):
-        drawn = batch.data[0].numpy() - BLANKS // 2
+        drawn = batch.data[0].cpu().numpy() - BLANKS // 2
         private.step(batch, _canary_loss)
         after = model.released()
         release, before = adversary.see(before - after, drawn), after
@@ -219,23 +234,28 @@ def _report_white_box(plan: Plan, traces: list[Trace], delta: float, confidence:
 
 def _input_space(
     make_private: MakePrivate, data: Dataset[Any], inserted: Dataset[Any] | None, canaries: int | None,
-    seed: int | None, run: int,
+    delta: float | None, seed: int | None, run: int,
 ) -> tuple[Plan, Floats, Bools]:  # fmt: skip
     """Train on data with each canary in or out by a coin; a canary's score is by how much its loss has fallen."""
     rng = np.random.default_rng(None if seed is None else [seed, run])
     size = len(data)  # type: ignore[arg-type]
     if inserted is None:
         count = min(1000, size // 2) if canaries is None else canaries
-        require(2 <= count <= size, "audit", "canaries", f"2 to {size}, the size of the data", count)
+        _require_canaries(count, size)
         everything, places = data, rng.permutation(size)[:count]
     else:
         everything, places = ConcatDataset([data, inserted]), size + np.arange(len(inserted))  # type: ignore[arg-type]
     inside = rng.random(len(places)) < 0.5
     kept = np.setdiff1d(np.arange(len(everything)), places[~inside])  # type: ignore[arg-type]
-    private, loss_fn = make_private(Subset(everything, kept.tolist()))
+    taken = Subset(everything, kept.tolist())
+    private, loss_fn = make_private(taken)
+    _delta(private.plan, delta)
+    action = "Audit the plan itself: its canaries are exchanged, or add nothing."
+    require(private.plan.adjacency == "add-remove", "audit", "subject", "a function whose plan is for add-remove",
+            private.plan.adjacency, action)  # fmt: skip
     samples = [everything[int(place)] for place in places]
     before = _losses(private, loss_fn, samples)
-    for batch in private.batches(Subset(everything, kept.tolist())):
+    for batch in private.batches(taken):
         private.step(batch, loss_fn)
     return private.plan, before - _losses(private, loss_fn, samples), inside
 

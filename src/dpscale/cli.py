@@ -216,6 +216,7 @@ def audit(
     runs: Annotated[int, typer.Option(help="More runs, more observations.")] = 1,
     confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
     seed: Annotated[int | None, typer.Option(help="For the same audit again; default: fresh randomness.")] = None,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, or cuda.")] = "cpu",
     picture: Annotated[Path | None, typer.Option(help="Draw claimed curve and measured points here.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -239,7 +240,9 @@ def audit(
     planned = dataclasses.replace(planned, scaling=RULES[rule.value]())
     if epsilon is not None:
         planned = planned.calibrate(epsilon=epsilon, delta=delta)
-    report = measure(planned, canaries=canaries, runs=runs, delta=delta, confidence=confidence, seed=seed)
+    report = measure(
+        planned, canaries=canaries, runs=runs, delta=delta, confidence=confidence, seed=seed, device=device
+    )
     if picture is not None:
         report.picture(picture)
     if as_json:
