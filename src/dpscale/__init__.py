@@ -7,6 +7,7 @@ from dpscale.lazy import on_demand
 if TYPE_CHECKING:
     from dpscale.advice import Advice as Advice
     from dpscale.advice import advise as advise
+    from dpscale.audit import AuditReport as AuditReport
     from dpscale.batches import Batch as Batch
     from dpscale.engine import ScaledSum as ScaledSum
     from dpscale.engine import UnsupportedModel as UnsupportedModel
@@ -46,6 +47,7 @@ else:
         __name__,
         {
             "advice": "Advice advise",
+            "audit": "AuditReport",
             "batches": "Batch",
             "engine": "ScaledSum UnsupportedModel scaled_sum",
             "ledger": "BudgetExhausted Ledger LedgerError",

@@ -1,4 +1,4 @@
-"""The command line: plan, train, tune, compare, calibrate, epsilon, ledger, report, reproduce, data, features, lists.
+"""The command line: plan, train, tune, compare, calibrate, epsilon, audit, verify, ledger, report, reproduce, data …
 
 Results go to stdout and everything else to stderr; ``--json`` makes stdout one JSON document. Bad input is one line
 and exit code 2; with ``--json`` also ``{"error": …}`` on stdout. A command imports what it needs when it is run:
@@ -77,6 +77,15 @@ class Sampler(StrEnum):
     fixed_size = "fixed-size"
     full_batch = "full-batch"
     shuffled = "shuffled"
+
+
+class Rule(StrEnum):
+    """Names of `scaling.RULES`."""
+
+    clip = "clip"
+    auto_s = "auto-s"
+    psac = "psac"
+    psasc = "psasc"
 
 
 class Accountant(StrEnum):
@@ -219,6 +228,55 @@ def verify(
     else:
         typer.echo("\n".join(problems) or f"{card}: epsilon is confirmed.")
     if problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def audit(
+    size: Size,
+    delta: Annotated[float, typer.Option(help="Probability outside of the budget; well below 1/size.")],
+    batch: PlanBatch = None, epochs: PlanEpochs = None, steps: Steps = None, sampler: SamplerOption = Sampler.poisson,
+    epsilon: Annotated[float | None, typer.Option(help="Audit the noise that this budget needs.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="Audit this noise std / bound.")] = None,
+    rule: Annotated[Rule, typer.Option(help="How gradients are scaled.")] = Rule.clip,
+    canaries: Annotated[int | None, typer.Option(help="Of each run; default: 9 of 10 samples, at most 60,000.")] = None,
+    runs: Annotated[int, typer.Option(help="More runs, more observations.")] = 1,
+    confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="For the same audit again; default: fresh randomness.")] = None,
+    device: Annotated[str, typer.Option(help="Where to train: cpu, or cuda.")] = "cpu",
+    picture: Annotated[Path | None, typer.Option(help="Draw claimed curve and measured points here.")] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Train on canaries with the library's own step, and measure how much of the claimed epsilon shows.
+
+    Exits with 1 where the releases are not consistent with what is claimed.
+
+    \b
+    Example:
+      dpscale audit --size 60000 --batch 512 --epochs 20 --epsilon 3 --delta 1e-5 --picture audit.png
+    """
+    if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--picture {picture} must end in .png, .svg or .pdf.")
+    if (epsilon is None) == (noise_multiplier is None):
+        raise ValueError("Give either --epsilon or --noise-multiplier.")
+    from dpscale.audit import audit as measure
+    from dpscale.scaling import RULES
+
+    length: dict[str, Any] = {"epochs": epochs, "steps": steps, "noise_multiplier": noise_multiplier}
+    planned = _plan(sampler, size, batch, accountant=Accountant.pld, **length)
+    planned = dataclasses.replace(planned, scaling=RULES[rule.value]())
+    if epsilon is not None:
+        planned = planned.calibrate(epsilon=epsilon, delta=delta)
+    report = measure(
+        planned, canaries=canaries, runs=runs, delta=delta, confidence=confidence, seed=seed, device=device
+    )
+    if picture is not None:
+        report.picture(picture)
+    if as_json:
+        commands.print_json(report.to_dict())
+    else:
+        typer.echo(str(report))
+    if not report.consistent:
         raise typer.Exit(1)
 
 
