@@ -16,6 +16,7 @@ from dpscale.checks import out_of_memory
 from dpscale.engine import ScaledSum
 from dpscale.engine.arguments import has_rows, over_rows, tensors_in
 from dpscale.engine.compat import register_tree_node
+from dpscale.engine.verify.randomness import host_states, torch_states
 from dpscale.engine.verify.rows import Features, blank_of, features, neutral
 from dpscale.sampling import Draw, Indices
 from dpscale.shapes import Sizes
@@ -173,7 +174,8 @@ def _counted(rows: int, device: torch.device) -> Tensor:
 class Collated:
     """A ``collate_fn`` that also says how many samples it was given, and what it makes of two of them alone.
 
-    What it makes of a sample may depend on the others: it pads to the longest. Whoever checks that can compare.
+    What it makes of a sample may depend on the others: it pads to the longest. Whoever checks that can compare, unless
+    it draws random numbers (masks of tokens): then what it makes of a sample is another thing each time.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
@@ -186,9 +188,12 @@ class Collated:
         if self.collate is not default_collate:
             sizes = [sum(t.numel() for t in tensors_in(sample)) for sample in samples]
             ends = {sizes.index(min(sizes)), sizes.index(max(sizes))} if sizes else set()
+            before = host_states(), torch_states()
             for place in ends:
                 with suppress(Exception):  # it may need several
                     singles[place] = self.collate([copy.deepcopy(samples[place])])
+            if (host_states(), torch_states()) != before:
+                singles = {}
         return count, self.collate(samples), singles
 
 
