@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -53,7 +54,8 @@ def check(args: TrainingArguments, made: type, data: Any, held_out: Any) -> None
     own = [n for n in ("compute_loss", "_get_train_sampler") if getattr(made, n) is not getattr(Trainer, n)]
     require(not own, "PrivateTrainer", "class", f"without {', '.join(own)} of its own", made.__name__, "For a loss, "
             "pass compute_loss_func, which gives one loss per sample; samples are drawn by the plan.")  # fmt: skip
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    by_index = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
+    if not by_index:
         raise complaint("PrivateTrainer", "train_dataset", "a dataset with a length and samples by index",
                         type(data).__name__, "Sampling and accounting need to know how many.")  # fmt: skip
     if held_out is data:
