@@ -167,7 +167,8 @@ def test_forward_backward_is_a_step_without_the_optimizer(changes):
 
 def test_a_second_forward_backward_neither_wipes_nor_doubles():
     run = private()
-    first, second = (batch for batch, _ in zip(run.batches(data()), range(2), strict=False))
+    batches = run.batches(data())
+    first, second = next(batches), next(batches)
     run.forward_backward(first, loss_fn)
     with pytest.raises(RuntimeError, match=r"forward_backward\(\) was called again before optimizer\.step\(\)"):
         run.forward_backward(second, loss_fn)
