@@ -3,8 +3,8 @@
     pip install 'dpscale[transformers]'
     python examples/lora.py
 
-Nothing is downloaded: the model is a small GPT-2 without pretraining, and the sentences are made up. With real data, load
-a pretrained model in its place: a network that knows nothing has little to gain from its adapters.
+Nothing is downloaded: the model is a small GPT-2 without pretraining, and the sentences are made up. With real data,
+load a pretrained model in its place: a network that knows nothing has little to gain from its adapters.
 """
 
 import random
@@ -58,7 +58,7 @@ def main() -> None:
                 logging_steps=10,
                 save_strategy="no",
                 report_to=[],
-            ),  # fmt: skip
+            ),
             train_dataset=rows[:TRAIN],
             eval_dataset=rows[TRAIN:],
             data_collator=collate,

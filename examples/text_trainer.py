@@ -21,9 +21,9 @@ from transformers import (
 
 from dpscale.integrations.transformers import PrivateTrainer
 
-GOOD = "good great fine lovely superb warm bright".split()
-BAD = "bad poor dull dreadful broken cold grey".split()
-OTHER = "the a film book meal was is it and very so we they saw had".split()
+GOOD = ["good", "great", "fine", "lovely", "superb", "warm", "bright"]
+BAD = ["bad", "poor", "dull", "dreadful", "broken", "cold", "grey"]
+OTHER = ["the", "a", "film", "book", "meal", "was", "is", "it", "and", "very", "so", "we", "they", "saw", "had"]
 TRAIN, TEST = 2_000, 500
 
 
@@ -56,7 +56,7 @@ def main() -> None:
             num_attention_heads=2,
             intermediate_size=64,
             max_position_embeddings=32,
-        )  # fmt: skip
+        )
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = PrivateTrainer(
@@ -71,7 +71,7 @@ def main() -> None:
                 eval_strategy="epoch",
                 save_strategy="no",
                 report_to=[],
-            ),  # fmt: skip
+            ),
             train_dataset=rows[:TRAIN],
             eval_dataset=rows[TRAIN:],
             data_collator=DataCollatorWithPadding(tokenizer),
