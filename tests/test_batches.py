@@ -90,6 +90,21 @@ def test_every_container_trains(make, how):
     assert torch.equal(vector(run.model), train(private()))
 
 
+def masking(samples):
+    """What a collator for masked language models does: it hides some of the inputs at random."""
+    x, y = default_collate(samples)
+    return x * (torch.rand(x.shape) > 0.3), y
+
+
+def test_a_collate_function_that_draws_random_numbers_trains():
+    run = private()
+    for batch in run.batches(Listed(), collate_fn=masking):
+        assert batch.singles == {}
+        run.step(batch, loss_fn)
+    assert run.steps_taken == 5
+    assert next(private().batches(Listed(), collate_fn=Collate(lambda x, y: (x, y)))).singles
+
+
 @every_container
 def test_a_batch_behaves_as_its_data(make):
     plain = make(torch.arange(6).view(2, 3), torch.arange(2))

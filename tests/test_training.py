@@ -171,6 +171,28 @@ def test_breaking_off_and_going_on():
     assert run.steps_taken == 5
 
 
+@pytest.mark.parametrize("changes", [{}, {"momentum": dpscale.InnerOuter(K0=1, gamma0=0.5, gamma1=0.2)}])
+def test_forward_backward_is_a_step_without_the_optimizer(changes):
+    run = private(micro_batch=4, **changes)
+    for batch in run.batches(data()):
+        before = vector(run.model)
+        run.forward_backward(batch, loss_fn)
+        assert torch.equal(vector(run.model), before)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert run.steps_taken == 5 and torch.equal(vector(run.model), train(private(micro_batch=4, **changes)))
+
+
+def test_a_second_forward_backward_neither_wipes_nor_doubles():
+    run = private()
+    batches = run.batches(data())
+    first, second = next(batches), next(batches)
+    run.forward_backward(first, loss_fn)
+    with pytest.raises(RuntimeError, match=r"forward_backward\(\) was called again before optimizer\.step\(\)"):
+        run.forward_backward(second, loss_fn)
+    assert run.steps_taken == 1
+
+
 def test_backward_in_your_own_loop_equals_step():
     run, model = None, mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -18,6 +18,7 @@ from dpscale.checks import complaint, out_of_memory
 from dpscale.engine import ScaledSum
 from dpscale.engine.arguments import has_rows, over_rows, tensors_in
 from dpscale.engine.compat import register_tree_node
+from dpscale.engine.verify.randomness import host_states, torch_states
 from dpscale.engine.verify.rows import Features, blank_of, features, neutral
 from dpscale.sampling import Draw, Indices
 from dpscale.shapes import Sizes
@@ -179,8 +180,9 @@ def _counted(rows: int, device: torch.device) -> Tensor:
 class Collated:
     """A ``collate_fn`` that also says how many rows it was given, and what it makes of two samples alone.
 
-    What it makes of a sample may depend on the others: it pads to the longest. Whoever checks that can compare. Where a
-    sample is a person of several rows, these must stay where they are.
+    What it makes of a sample may depend on the others: it pads to the longest. Whoever checks that can compare, unless
+    it draws random numbers (masks of tokens): then what it makes of a sample is another thing each time. Where a sample
+    is a person of several rows, these must stay where they are.
 
     Args:
         collate: from a list of rows to a batch.
@@ -198,9 +200,12 @@ class Collated:
             samples = [rows[k : k + each] for k in range(0, count, each)]
             sizes = [sum(t.numel() for t in tensors_in(sample)) for sample in samples]
             ends = {sizes.index(min(sizes)), sizes.index(max(sizes))} if sizes else set()
+            before = host_states(), torch_states()
             for place in ends:
                 with suppress(Exception):  # it may need several
                     singles[place] = self.collate(copy.deepcopy(samples[place]))
+            if (host_states(), torch_states()) != before:
+                singles = {}
             if self.each and not keeps_order(self.collate, rows):
                 raise ValueError(
                     "collate_fn changes the order of its rows, or makes something else of each row every time. Rows "

@@ -485,23 +485,38 @@ class Private:
                 loss for each record.
         """
         with self._state.turn:
-            with self._ranks.whole("step"):
-                with self._ranks.together("step", lambda: self._terms(draw)):
-                    data = batch.data if isinstance(batch, Batch) else batch
-                    parameters = self._parameters()
-                    draw = self._claim_draw(batch, rows_of(data), parameters)
-                    momentum = self._momentum_state(parameters, len(draw.mask))
-                    batch = batch if isinstance(batch, Batch) else Batch(data, draw)
-                    if draw.shares is not None:
-                        self._engine.recorder.require_order(tensors_in(data))
-                        batch, loss_fn = by_person(batch, loss_fn)
-                    with self._engine.timed():
-                        out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
-                    report = self._book(draw, out)
-                self._release(draw, out, parameters, momentum)
+            report = self._computed(batch, loss_fn, "step")
             self.optimizer.step()
             self._require_applied()
             self.optimizer.zero_grad()
+        return report
+
+    def forward_backward(self, batch: Any, loss_fn: LossFn) -> StepReport:
+        """`step` without the optimizer, for a loop that steps by itself: afterwards every ``.grad`` is private.
+
+        It goes by micro-batches, as `step` does. Call ``optimizer.step()`` and ``optimizer.zero_grad()`` then.
+        """
+        with self._state.turn:
+            return self._computed(batch, loss_fn, "forward_backward")
+
+    def _computed(self, batch: Any, loss_fn: LossFn, call: str) -> StepReport:
+        """Sum over the draw of a batch, and release it."""
+        with self._ranks.whole(call):
+            with self._ranks.together(call, lambda: self._terms(draw)):
+                if call != "step":
+                    self._check_applied(call)
+                data = batch.data if isinstance(batch, Batch) else batch
+                parameters = self._parameters()
+                draw = self._claim_draw(batch, rows_of(data), parameters)
+                momentum = self._momentum_state(parameters, len(draw.mask))
+                batch = batch if isinstance(batch, Batch) else Batch(data, draw)
+                if draw.shares is not None:
+                    self._engine.recorder.require_order(tensors_in(data))
+                    batch, loss_fn = by_person(batch, loss_fn)
+                with self._engine.timed():
+                    out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
+                report = self._book(draw, out)
+            self._release(draw, out, parameters, momentum)
         return report
 
     def backward(self, losses: Tensor, batch: Batch | None = None) -> StepReport:
@@ -743,15 +758,19 @@ class Private:
             self._structure, self._description = found, Description.of(self.model)
         return dict(found.trainable)
 
-    def _check_backward(self) -> None:
-        """Refuse a release that would overwrite another, or for which one forward is not enough."""
+    def _check_applied(self, call: str) -> None:
+        """Refuse a release that would overwrite another."""
         if self._guard.unapplied and any(self._ranks.stored(p).grad is not None for p in self.model.parameters()):
             raise RuntimeError(
-                "backward() was called again before optimizer.step(). A second release would overwrite the first, "
+                f"{call}() was called again before optimizer.step(). A second release would overwrite the first, "
                 "and both would be charged. Call optimizer.step() and optimizer.zero_grad() first. For larger "
                 "batches, raise the plan's batch; to divide one, use private.parts(batch, size); for several losses, "
                 "add them up sample by sample, or give each model a run of its own."
             )
+
+    def _check_backward(self) -> None:
+        """Refuse a release that would overwrite another, or for which one forward is not enough."""
+        self._check_applied("backward")
         momentum = self.plan.momentum
         if momentum is not None and not momentum.alone:
             raise RuntimeError(

@@ -1,0 +1,1 @@
+"""Private training inside other libraries' loops; each module needs the extra of its name."""
