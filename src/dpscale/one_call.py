@@ -64,7 +64,7 @@ def make_private(
         >>> private.steps_taken, private.epsilon() <= 3
         (8, True)
     """
-    dataset, loader = _taken_apart(data)
+    dataset, loader = taken_apart(data)
     size = len(dataset)  # type: ignore[arg-type]
     require(size > 0, "make_private", "data", "a dataset with at least one sample", "an empty dataset")
     rule = DEFAULT_RULE if scaling is None else scaling
@@ -91,7 +91,7 @@ def make_private(
     return private
 
 
-def _taken_apart(data: Dataset[Any] | DataLoader[Any]) -> tuple[Dataset[Any], dict[str, Any]]:
+def taken_apart(data: Dataset[Any] | DataLoader[Any]) -> tuple[Dataset[Any], dict[str, Any]]:
     """The dataset, and options of the loader around it that were set and do not sample."""
     if not isinstance(data, DataLoader):
         _require_length(data)
