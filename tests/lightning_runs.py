@@ -19,9 +19,14 @@ with warnings.catch_warnings():
 
 from dpscale.integrations.lightning import PrivateCallback
 
-from .helpers import SIZE, data, loss_fn, mlp, plan, vector
+from . import helpers
+from .helpers import data, loss_fn, mlp, vector
 
 LOADER = {"batch_size": 12, "shuffle": True}
+
+
+def plan(**changes):
+    return helpers.plan(**({"delta": 1e-3} | changes))
 
 
 class Module(pl.LightningModule):
@@ -83,7 +88,7 @@ def fit(module=None, callback=None, *callbacks, ckpt_path=None, loader=LOADER, *
 def killed(folder):
     saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     ledger = dpscale.Ledger(Path(folder) / "ledger", epsilon=50, delta=1e-3)
-    callback = PrivateCallback(plan(steps=10, delta=1e-3), ledger=ledger, run="run")
+    callback = PrivateCallback(plan(steps=10), ledger=ledger, run="run")
     fit(Module(), callback, saving, Kill(7))
 
 
@@ -100,5 +105,3 @@ def ranks(folder):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     {"killed": killed, "ranks": ranks}[sys.argv[1]](sys.argv[2])
-
-__all__ = ["SIZE", "Manual", "Module", "PrivateCallback", "fit", "trainer"]

@@ -52,6 +52,8 @@ class PrivateCallback(Callback):
         given = [plan is not None, epsilon is not None, delta is not None]
         require(given in ([True, False, False], [False, True, True]), OWNER, "plan",
                 "given, or epsilon and delta in its place", plan)  # fmt: skip
+        action = "Plan(delta=...) and plan.calibrate(...) record one: it is needed to show epsilon."
+        require(plan is None or plan.delta is not None, OWNER, "plan", "one with a delta", plan, action)
         self.private: Private | None = None
         self._planned = partial(planned, plan, batch=batch, scaling=scaling, epsilon=epsilon, delta=delta)
         self._options: dict[str, Any] = {"seed": seed, "micro_batch": micro_batch, "ledger": ledger, "run": run}
