@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 import dpscale
@@ -27,6 +26,9 @@ LOADER = {"batch_size": 12, "shuffle": True}
 
 def plan(**changes):
     return helpers.plan(**({"delta": 1e-3} | changes))
+
+
+BUDGETS = {"automatic": {"epsilon": 4, "delta": 1e-3}, "manual": {"plan": plan(steps=10)}}
 
 
 class Module(pl.LightningModule):
@@ -95,7 +97,7 @@ def killed(folder):
 def ranks(folder):
     for name, kind in (("automatic", Module), ("manual", Manual)):
         module, callback, running = fit(
-            kind(), PrivateCallback(epsilon=4, delta=1e-3, seed=0), ModelCheckpoint(dirpath=folder, filename=name),
+            kind(), PrivateCallback(**BUDGETS[name], seed=0), ModelCheckpoint(dirpath=folder, filename=name),
             devices=2, strategy="ddp", loader={"batch_size": 6},
         )  # fmt: skip
         found = vector(module), callback.private.epsilon(), running.global_step, callback.private.plan.expected_batch

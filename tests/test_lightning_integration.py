@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import dpscale
 from dpscale.integrations.lightning_parts import _warn_once
 
 from .helpers import SIZE, data, loss_fn, mlp, private, vector
-from .lightning_runs import LOADER, Manual, ModelCheckpoint, Module, PrivateCallback, fit, pl, plan, trainer
+from .lightning_runs import BUDGETS, LOADER, Manual, ModelCheckpoint, Module, PrivateCallback, fit, pl, plan, trainer
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [
@@ -82,13 +83,18 @@ def test_schedulers_validation_and_progress():
 
 @pytest.mark.parametrize(
     ("settings", "steps", "batch"),
-    [({"max_epochs": 3}, 15, None), ({"max_epochs": -1, "max_steps": 7}, 7, None), ({"max_steps": 7}, 4, 30)],
+    [({"max_epochs": 3}, 15, None), ({"max_epochs": -1, "max_steps": 7}, 7, None), ({"max_steps": 7}, 6, 25)],
 )
-def test_the_plan_is_that_of_the_trainers_limits(settings, steps, batch):
+def test_the_plan_is_that_of_the_trainers_limits(settings, steps, batch, monkeypatch):
+    def calibrated(self, epsilon, delta):
+        return replace(self, noise_multiplier=epsilon, delta=delta)  # the search for it takes seconds
+
+    monkeypatch.setattr(dpscale.Plan, "calibrate", calibrated)
     _, callback, running = fit(Module(), PrivateCallback(epsilon=4, delta=1e-3, batch=batch), **settings)
     found = callback.private.plan
     assert (running.global_step, found.steps, found.expected_batch) == (steps, steps, batch or 12)
-    assert found.epsilon() <= 4 and found.delta == 1e-3
+    assert running.estimated_stepping_batches == steps
+    assert (found.noise_multiplier, found.delta) == (4, 1e-3)
 
 
 def test_training_stops_with_the_plan():
@@ -153,7 +159,7 @@ def test_the_package_under_its_older_name():
     assert torch.equal(vector(module), plain_loop())
 
 
-# -- What is logged ------------------------------------------------------------------------------------------------------
+# -- What is logged --------------------------------------------------------------------------------------------------
 
 
 class Logging(Module):
@@ -183,7 +189,7 @@ def test_tensorboard_has_epsilon_beside_the_step(tmp_path):
     assert [value for _, value in values] == pytest.approx(expected, rel=1e-5)
 
 
-# -- What is refused -----------------------------------------------------------------------------------------------------
+# -- What is refused -------------------------------------------------------------------------------------------------
 
 
 class Mean(Module):
@@ -240,7 +246,7 @@ def test_settings_that_are_refused(settings, words):
 def test_loss_scaling_is_refused():
     running = trainer(PrivateCallback(plan(steps=10)))
     running.strategy.precision_plugin.precision = "16-mixed"
-    with pytest.raises(ValueError, match="'precision' .* without loss scaling. Got '16-mixed' .* 'bf16-mixed'"):
+    with pytest.raises(ValueError, match=r"'precision' .* without loss scaling. Got '16-mixed' .* 'bf16-mixed'"):
         running.fit(Module(), DataLoader(data(), **LOADER))
 
 
@@ -254,7 +260,7 @@ def test_a_loader_that_leaves_samples_out_is_refused():
     sampler = torch.utils.data.SubsetRandomSampler(range(20))
     with pytest.raises(ValueError, match="over all 60 samples"):
         fit(loader={"batch_size": 12, "sampler": sampler})
-    with pytest.raises(ValueError, match="of 60 samples, as planned. Got 20"):
+    with pytest.raises(ValueError, match=r"of 60 samples, as planned. Got 20"):
         trainer(PrivateCallback(plan(steps=10))).fit(Module(), DataLoader(Subset(data(), range(20)), batch_size=4))
 
 
@@ -263,7 +269,7 @@ def test_two_optimizers_are_refused():
         def configure_optimizers(self):
             return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
 
-    with pytest.raises(ValueError, match="configure_optimizers.* for one optimizer. Got '2 of them'"):
+    with pytest.raises(ValueError, match=r"configure_optimizers.* for one optimizer. Got '2 of them'"):
         fit(Two())
 
 
@@ -283,7 +289,7 @@ def test_the_module_is_left_as_it_was():
         assert isinstance(each.trainer, pl.Trainer)
 
 
-# -- Checkpoints ---------------------------------------------------------------------------------------------------------
+# -- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -309,6 +315,12 @@ def test_a_resumed_fit_pays_for_all_and_draws_afresh(saved, step):
     assert not torch.equal(*ends) and not torch.equal(ends[0], plain_loop())
 
 
+def test_a_finished_fit_that_is_resumed_knows_what_it_cost(saved):
+    _, callback, running = fit(ckpt_path=saved / "step=10.ckpt")
+    assert running.global_step == callback.private.steps_taken == 10
+    assert callback.private.epsilon() == callback.private.plan.epsilon()
+
+
 def test_a_checkpoint_holds_the_run_and_can_be_loaded_without_pickle(saved):
     found = torch.load(saved / "step=3.ckpt", weights_only=True)
     state = found["callbacks"]["PrivateCallback"]["private"]
@@ -331,7 +343,7 @@ def test_a_checkpoint_of_plain_training_is_refused(tmp_path):
         fit(ckpt_path=tmp_path / "plain.ckpt", max_epochs=4)
 
 
-# -- Processes -----------------------------------------------------------------------------------------------------------
+# -- Processes -------------------------------------------------------------------------------------------------------
 
 
 def script(*arguments):
@@ -357,7 +369,7 @@ def test_two_ranks_are_one_process(tmp_path):
     done = script("ranks", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     for name, kind in (("automatic", Module), ("manual", Manual)):
-        module, callback, running = fit(kind(), PrivateCallback(epsilon=4, delta=1e-3, seed=0))
+        module, callback, running = fit(kind(), PrivateCallback(**BUDGETS[name], seed=0))
         (first, *rest), (second, *more) = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
         assert torch.equal(first, second)
         torch.testing.assert_close(first, vector(module), rtol=0, atol=1e-5)

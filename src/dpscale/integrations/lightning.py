@@ -77,8 +77,11 @@ class PrivateCallback(Callback):
         assert self.private is not None
         return self.private
 
-    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Make the run, or go on with that of the checkpoint."""
+        trainer.fit_loop.setup_data()
+        if self._draws is None:  # nothing is trained: limit_train_batches=0
+            return
         optimizers = trainer.optimizers
         require(len(optimizers) == 1, OWNER, "configure_optimizers", "for one optimizer", f"{len(optimizers)} of them")
         if self._saved is None:
@@ -89,7 +92,6 @@ class PrivateCallback(Callback):
         model: nn.Module = TrainingStep(pl_module)
         if not pl_module.automatic_optimization:
             model, optimizer = network(pl_module), pl_module.optimizers()  # type: ignore[assignment]
-        assert self._draws is not None
         self.private = privatize(model, optimizer, self._draws.plan, **self._options)
         if self._saved is not None:
             self.private.load_state_dict(self._saved)
@@ -135,15 +137,13 @@ class PrivateCallback(Callback):
         if trainer.state.fn == "fit":
             check_saved(checkpoint.get("callbacks", {}).get(self.state_key))
 
-    def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+    def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: Any) -> None:
         """Leave module and trainer as they were."""
-        for owner, name in ((pl_module, "training_step"), (pl_module, "backward"), (pl_module, "log"),
-                            (trainer.fit_loop._data_source, "dataloader")):  # fmt: skip
-            vars(owner).pop(name, None)
+        for name in ("training_step", "backward", "log"):
+            vars(pl_module).pop(name, None)
+        vars(trainer.fit_loop._data_source).pop("dataloader", None)
         pl_module.trainer = trainer
         if self.private is not None:
             self.private.close()
 
-    def on_exception(self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException) -> None:
-        """The same after an error."""
-        self.teardown(trainer, pl_module, "fit")
+    on_exception = teardown  # type: ignore[assignment]

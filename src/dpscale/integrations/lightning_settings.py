@@ -29,7 +29,7 @@ def planned(
     sampling = Poisson(size=size, batch=batch)  # type: ignore[arg-type]
     limits = [trainer.max_steps] if trainer.max_steps != -1 else []
     if trainer.max_epochs not in (None, -1):
-        limits.append(sampling.steps(trainer.max_epochs))
+        limits.append(trainer.max_epochs * sampling.steps(1))  # as Lightning counts: whole epochs
     rule = DEFAULT_RULE if scaling is None else scaling
     return Plan(scaling=rule, sampling=sampling, steps=min(limits)).calibrate(epsilon=epsilon, delta=delta)
 

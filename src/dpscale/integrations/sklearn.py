@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dpscale.one_call import DEFAULT_RULE
 from dpscale.scaling import Scaling
 
 log = logging.getLogger("dpscale")
+OWNER = "PrivateClassifier"
 ROWS = 4096  # that are computed at a time
 
 
@@ -62,18 +64,18 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         self.epsilon, self.delta, self.bounds, self.classes = epsilon, delta, bounds, classes
         self.hidden_layer_sizes, self.module, self.epochs, self.batch = hidden_layer_sizes, module, epochs, batch
-        self.learning_rate, self.scaling, self.ledger = learning_rate, scaling, ledger
-        self.random_state = random_state
+        self.learning_rate, self.scaling = learning_rate, scaling
+        self.ledger, self.random_state = ledger, random_state
 
     def fit(self, X: Any, y: Any) -> "PrivateClassifier":
         """Train on the rows of ``X`` with the labels ``y``."""
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
-        require_positive("PrivateClassifier", "learning_rate", self.learning_rate)
+        require_positive(OWNER, "learning_rate", self.learning_rate)
         self.classes_ = np.unique(y if self.classes is None else np.asarray(list(self.classes)))
-        require(len(self.classes_) > 1, "PrivateClassifier", "classes", "two classes or more", f"{len(self.classes_)} class")
-        known = np.isin(y, self.classes_)
-        require(bool(known.all()), "PrivateClassifier", "y", "of the classes given", "a label of another class")
+        require(len(self.classes_) > 1, OWNER, "classes", "two classes or more", f"{len(self.classes_)} class")
+        known = bool(np.isin(y, self.classes_).all())
+        require(known, OWNER, "y", "of labels in classes", "another label", "Add it to classes, or drop its rows.")
         seed = None if self.random_state is None else int(check_random_state(self.random_state).randint(2**31))
         data = TensorDataset(self._scaled(X), torch.from_numpy(np.searchsorted(self.classes_, y)))
         with torch.random.fork_rng(devices=[], enabled=seed is not None):
@@ -88,12 +90,10 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self.module is not None:
             return copy.deepcopy(self.module)
         sizes = [features, *self.hidden_layer_sizes, classes]
-        layers: list[nn.Module] = []
-        for k in range(len(sizes) - 1):
-            layers += [nn.Tanh(), nn.Linear(sizes[k], sizes[k + 1])] if k else [nn.Linear(sizes[0], sizes[1])]
-        nn.init.zeros_(layers[-1].weight)  # type: ignore[arg-type]
-        nn.init.zeros_(layers[-1].bias)  # type: ignore[arg-type]
-        return nn.Sequential(*layers)
+        linear = [nn.Linear(*pair) for pair in pairwise(sizes)]
+        for last in linear[-1].parameters():
+            nn.init.zeros_(last)
+        return nn.Sequential(*(each for layer in linear for each in (layer, nn.Tanh())))[:-1]
 
     def _train(self, data: TensorDataset, seed: int | None) -> None:
         size = len(data)
@@ -111,19 +111,20 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.module_.eval()
         self.epsilon_, self.statement_ = run.epsilon(), "\n".join([run.statement(), *self._told()])
         run.close()
+        told = "" if ledger is None else f"; with all that are in the ledger it is {ledger.spent().epsilon:.4g}"
         log.warning("dpscale: this fit spent epsilon = %.4g at delta %g. Other fits on the same rows add to it%s.",
-                    self.epsilon_, self.delta, "" if ledger is None else f", {ledger.spent().epsilon:.4g} in all")  # fmt: skip
+                    self.epsilon_, self.delta, told)  # fmt: skip
 
     def _told(self) -> Iterator[str]:
-        yield "Classes: " + ("given." if self.classes is not None else "those of the labels; that they occur is not hidden.")
-        yield "Features: " + ("each row divided by its norm." if self.bounds is None else "clipped to bounds that were given.")
+        yield f"Classes: {'those of the labels; it is not hidden which occur' if self.classes is None else 'given'}."
+        yield f"Features: {'rows divided by their own norm' if self.bounds is None else 'clipped to given bounds'}."
 
     def _scaled(self, X: NDArray[Any]) -> torch.Tensor:
         if self.bounds is None:
             scaled = X / np.maximum(np.linalg.norm(X, axis=1, keepdims=True), np.finfo(np.float64).tiny)
         else:
             low, high = (np.broadcast_to(np.asarray(b, dtype=np.float64), X.shape[1]) for b in self.bounds)
-            require(bool((low < high).all()), "PrivateClassifier", "bounds", "(low, high) with low < high", self.bounds)
+            require(bool((low < high).all()), OWNER, "bounds", "(low, high) with low < high", self.bounds)
             scaled = (2 * (np.clip(X, low, high) - low) / (high - low) - 1) / np.sqrt(X.shape[1])
         return torch.from_numpy(scaled.astype(np.float32))
 
@@ -132,11 +133,12 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
         with torch.no_grad():
-            return self.module_(self._scaled(X)).double().softmax(1).numpy()  # type: ignore[no-any-return]
+            return np.asarray(self.module_(self._scaled(X)).double().softmax(1))
 
     def predict(self, X: Any) -> NDArray[Any]:
         """The most probable class for each row."""
-        return self.classes_[self.predict_proba(X).argmax(1)]  # type: ignore[no-any-return]
+        places = self.predict_proba(X).argmax(1)
+        return np.asarray(self.classes_[places])
 
 
 def _losses(module: nn.Module, batch: Any) -> torch.Tensor:
