@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpscale import Batch, Ledger, Plan, Private, privatize
+from dpscale.batches import Batch
 from dpscale.checks import require
 from dpscale.integrations.lightning_parts import Draws, TrainingStep, Unseen, network, per_sample, say_dropped
 from dpscale.integrations.lightning_settings import OWNER, check_new, check_saved, check_trainer, planned
+from dpscale.ledger import Ledger
+from dpscale.plan import Plan
 from dpscale.scaling import Scaling
+from dpscale.training import Private, privatize
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,13 +31,11 @@ class PrivateCallback(Callback):
     ``training_step`` returns a loss for each sample, shape (B,), or a dict with them as ``"loss"``. With manual
     optimization, ``self.manual_backward(losses)`` takes them. Batches are Poisson draws from the loader's dataset.
 
-    Guarantee: as for `privatize`. ``callback.private.epsilon()`` is what was spent, over every resumption by
-    ``fit(ckpt_path=...)``. A checkpoint that holds no private run is refused. What ``training_step`` logs is exact, so
-    it is dropped.
+    Guarantee: as for `privatize`; ``callback.private.epsilon()`` is what was spent, over every resumption by
+    ``fit(ckpt_path=...)``. What ``training_step`` logs is exact, so it is dropped.
 
     Args:
-        plan: calibrated. Or give ``epsilon`` and ``delta``: the trainer's ``max_epochs`` and ``max_steps`` say how many
-            steps are planned.
+        plan: calibrated; or give a budget, and the trainer's ``max_epochs`` and ``max_steps`` say for how many steps.
         epsilon, delta: the budget.
         batch: the expected batch, over all ranks. None: the loader's ``batch_size`` times the ranks.
         scaling: None for the rule of `make_private`.
@@ -52,8 +53,7 @@ class PrivateCallback(Callback):
         given = [plan is not None, epsilon is not None, delta is not None]
         require(given in ([True, False, False], [False, True, True]), OWNER, "plan",
                 "given, or epsilon and delta in its place", plan)  # fmt: skip
-        action = "Plan(delta=...) and plan.calibrate(...) record one: it is needed to show epsilon."
-        require(plan is None or plan.delta is not None, OWNER, "plan", "one with a delta", plan, action)
+        require(plan is None or plan.delta is not None, OWNER, "plan", "one with a delta, to show epsilon", plan)
         self.private: Private | None = None
         self._planned = partial(planned, plan, batch=batch, scaling=scaling, epsilon=epsilon, delta=delta)
         self._options: dict[str, Any] = {"seed": seed, "micro_batch": micro_batch, "ledger": ledger, "run": run}

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dpscale import Batch, Plan, Private
+from dpscale.batches import Batch
 from dpscale.checks import complaint, require
 from dpscale.integrations.lightning_settings import OWNER
 from dpscale.one_call import taken_apart
+from dpscale.plan import Plan
+from dpscale.training import Private
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -2,10 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from dpscale import Plan, Poisson, Private
 from dpscale.checks import require
 from dpscale.one_call import DEFAULT_RULE
+from dpscale.plan import Plan
+from dpscale.sampling import Poisson
 from dpscale.scaling import Scaling
+from dpscale.training import Private
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

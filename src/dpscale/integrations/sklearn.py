@@ -17,10 +17,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpscale import FullBatch, Ledger, Plan, Poisson, privatize
 from dpscale.checks import require, require_positive
+from dpscale.ledger import Ledger
 from dpscale.one_call import DEFAULT_RULE
+from dpscale.plan import Plan
+from dpscale.sampling import FullBatch, Poisson
 from dpscale.scaling import Scaling
+from dpscale.training import privatize
 
 log = logging.getLogger("dpscale")
 OWNER = "PrivateClassifier"
