@@ -70,7 +70,7 @@ def make_private(
         >>> private.steps_taken, private.epsilon() <= 3
         (8, True)
     """
-    dataset, loader = _taken_apart(data, target)
+    dataset, loader = taken_apart(data, target)
     people = people_of(dataset)
     batch, epochs = plain_number(batch), plain_number(epochs)
     size = len(dataset)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def _log_rates(optimizer: Optimizer, plan: Plan) -> None:
                  highest * factor, optimizer.param_groups[0]["lr"])  # fmt: skip
 
 
-def _taken_apart(data: Any, target: str | None) -> tuple[Dataset[Any], dict[str, Any]]:
+def taken_apart(data: Any, target: str | None = None) -> tuple[Dataset[Any], dict[str, Any]]:
     """The dataset, and options of the loader around it that were set and do not sample."""
     if not isinstance(data, DataLoader):
         return dataset_of("make_private", data, target), {}

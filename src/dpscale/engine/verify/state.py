@@ -36,6 +36,7 @@ _NUMBERS = 1 << 20  # of a tensor that is compared entry by entry; of larger one
 _OPAQUE = (type, ModuleType, torch.dtype, torch.device)
 _NAMED = ".[parameters]", ".[buffers]", ".[modules]", ".[attributes]", "_hooks"
 _KNOWN = {"torch", "transformers", "peft", "numpy", "builtins", "typing", "abc", "collections", "dpscale"}
+_KNOWN |= {"lightning", "pytorch_lightning"}
 _GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 

@@ -1,0 +1,69 @@
+"""What the settings of a Lightning trainer amount to: the plan for its limits, and what is refused."""
+
+from typing import TYPE_CHECKING, Any
+
+from dpscale.checks import require
+from dpscale.one_call import DEFAULT_RULE
+from dpscale.plan import Plan
+from dpscale.sampling import Poisson
+from dpscale.scaling import Scaling
+from dpscale.training import Private
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+OWNER = "PrivateCallback"
+
+
+def planned(
+    plan: Plan | None, trainer: "Trainer", size: int, batch_size: int | None, *, batch: int | None,
+    scaling: Scaling | None, epsilon: Any, delta: Any,
+) -> Plan:  # fmt: skip
+    """The plan given, or one for the budget and for as many steps as the trainer may take."""
+    if plan is not None:
+        return plan
+    if batch is None and batch_size is not None:
+        batch = min(size, batch_size * trainer.world_size)
+    ok = isinstance(batch, int) and 1 <= batch <= size
+    require(ok, OWNER, "batch", f"an integer from 1 to {size}", batch, "It is the expected batch over all ranks.")
+    action = "The noise depends on the number of steps."
+    require(trainer.max_epochs != -1 or trainer.max_steps != -1, "Trainer", "max_epochs", "given", -1, action)
+    sampling = Poisson(size=size, batch=batch)  # type: ignore[arg-type]
+    limits = [trainer.max_steps] if trainer.max_steps != -1 else []
+    if trainer.max_epochs not in (None, -1):
+        limits.append(trainer.max_epochs * sampling.steps(1))  # as Lightning counts: whole epochs
+    rule = DEFAULT_RULE if scaling is None else scaling
+    return Plan(scaling=rule, sampling=sampling, steps=min(limits)).calibrate(epsilon=epsilon, delta=delta)
+
+
+def check_new(private: Private | None) -> None:
+    """Refuse to train a second time with one callback: it would forget what the first cost."""
+    if private is not None and private.steps_taken:
+        raise RuntimeError(
+            "This PrivateCallback has trained already, and to train again costs again. Go on with "
+            "fit(ckpt_path=...), or make a new one; a ledger adds them up."
+        )
+
+
+def check_saved(state: Any) -> None:
+    """Refuse to go on from weights of which nobody knows the cost."""
+    if not state:
+        raise RuntimeError(
+            "This checkpoint holds no private run, so nobody knows what its weights cost. If they are public, load "
+            "them into the module, and call fit() without ckpt_path."
+        )
+
+
+def check_trainer(trainer: "Trainer") -> None:
+    """Refuse settings that would change a private gradient, or that are not understood."""
+    strategy, clip, parts = type(trainer.strategy), trainer.gradient_clip_val, trainer.accumulate_grad_batches
+    known = {"SingleDeviceStrategy", "DDPStrategy"} & {each.__name__ for each in strategy.__mro__}
+    for ok, name, must, got, action in (
+        (known, "strategy", "one device, or 'ddp'", strategy.__name__, "No other is known here."),
+        (parts == 1, "accumulate_grad_batches", "1", parts, "PrivateCallback(batch=...) says how large a step is."),
+        (not clip, "gradient_clip_val", "None", clip,
+         "Each sample is bounded already: PrivateCallback(scaling=dpscale.Clip(C=...)) says how."),
+        (trainer.precision != "16-mixed", "precision", "one without loss scaling", trainer.precision,
+         "Take 'bf16-mixed'."),
+    ):  # fmt: skip
+        require(bool(ok), "Trainer", name, must, got, action)
