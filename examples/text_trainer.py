@@ -3,7 +3,7 @@
     pip install 'dpscale[transformers]'
     python examples/text_trainer.py
 
-Nothing is downloaded: the texts are made up, and the model is a small BERT without pretraining. Such a one learns little
+Nothing is downloaded: the texts are made up, and the model is a small BERT without pretraining, which learns little
 from 2,000 texts at ε = 3: the script shows how it is done. With real data, load a pretrained model and its tokenizer.
 """
 
