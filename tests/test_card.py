@@ -1,16 +1,18 @@
 """The privacy card: what it says, and that a changed one is found out by dp-accounting alone."""
 
 import copy
+import itertools
 import json
 import math
 
 import pytest
+import torch
 from scipy import stats
 
 import dpscale
 from dpscale import card as cards
 
-from .helpers import plan, run
+from .helpers import data, loss_fn, mlp, plan, run
 
 SAMPLERS = {
     "poisson": dpscale.Poisson(size=2000, batch=50),
@@ -72,6 +74,26 @@ def test_what_an_attacker_can_find_is_the_gaussian_curve():
     for row in found["trade_off"]:
         exact = stats.norm.cdf(stats.norm.ppf(row["false_alarms"]) + mu)
         assert exact - 1e-9 <= row["found_at_most"] <= exact + 0.05  # a bound, on a grid
+
+
+def test_a_run_has_a_card_of_what_it_released(tmp_path):
+    books = dpscale.Ledger(tmp_path / "books", epsilon=50, delta=1e-3)
+    model = mlp()
+    private = dpscale.privatize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), plan(delta=1e-3, noise_multiplier=3.0), ledger=books
+    )
+    for batch in itertools.islice(private.batches(data()), 3):
+        private.step(batch, loss_fn)
+    card = private.card(search="none")
+    found = card.to_dict()
+    assert found["guarantee"]["epsilon"] == private.epsilon() and found["mechanism"]["steps_released"] == 3
+    assert found["checks"]["times that the model was checked"] >= 1 and found["search"] == "none"
+    assert found["composed"]["spent"] > 0 and any("Ledger: run" in line for line in found["history"])
+    assert "operating system" in found["randomness"] and "SGD" not in found["randomness"]
+    card.save(tmp_path / "card.json")
+    assert cards.verify(json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))) == []
+    seeded = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan(delta=1e-3), seed=1)
+    assert "whoever knows it" in seeded.card().values["randomness"]
 
 
 def test_the_page_says_it_and_escapes_what_it_is_given():

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from dpscale.advice import advise as advise
     from dpscale.audit import AuditReport as AuditReport
     from dpscale.batches import Batch as Batch
+    from dpscale.card import Card as Card
     from dpscale.engine import ScaledSum as ScaledSum
     from dpscale.engine import UnsupportedModel as UnsupportedModel
     from dpscale.engine import scaled_sum as scaled_sum
@@ -49,6 +50,7 @@ else:
             "advice": "Advice advise",
             "audit": "AuditReport",
             "batches": "Batch",
+            "card": "Card",
             "engine": "ScaledSum UnsupportedModel scaled_sum",
             "ledger": "BudgetExhausted Ledger LedgerError",
             "model_check": "CheckReport check",

@@ -35,6 +35,7 @@ class Key:
         require(ok, "Key", "seed", "an integer, or None for the operating system's randomness", seed)
         self._bytes = os.urandom(32) if seed is None else hashlib.blake2b(str(seed).encode(), digest_size=32).digest()
         self._process = os.getpid()
+        self.seeded = seed is not None
 
     @classmethod
     def shared(cls, seed: int | None, hand_out: Callable[[bytes], bytes]) -> "Key":

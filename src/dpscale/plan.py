@@ -185,7 +185,7 @@ class Plan:
         | noise multiplier 0      | inf |
         """
         self._sigma("epsilon")
-        return self._epsilon(self._delta("Plan.epsilon", delta), steps, self.accountant)
+        return self._epsilon(self.delta_of("Plan.epsilon", delta), steps, self.accountant)
 
     def calibrate(self, *, epsilon: float, delta: float) -> "Plan":
         """This plan with the least noise for which the planned steps cost at most ``epsilon`` at ``delta``."""
@@ -237,7 +237,7 @@ class Plan:
     def _guarantee(self, delta: float | None, steps: int | None) -> str:
         if steps == 0:
             return "nothing was released yet, so epsilon is 0."
-        delta = self._delta("Plan.statement", delta)
+        delta = self.delta_of("Plan.statement", delta)
         pld, rdp = (self._epsilon(delta, steps, accountant) for accountant in get_args(Accountant))
         if math.isinf(pld):
             return "NO PRIVACY: no noise is added; epsilon is infinite."
@@ -295,7 +295,8 @@ class Plan:
             raise ValueError(f"{owner} has no noise to calibrate: the plan has unsafe_no_noise=True. Drop it.")
         return {"epsilon": epsilon, "delta": delta, "adjacency": self.adjacency, "accountant": self.accountant}
 
-    def _delta(self, owner: str, delta: float | None) -> float:
+    def delta_of(self, owner: str, delta: float | None) -> float:
+        """The δ that is meant: the given one, or the plan's."""
         if delta is not None:
             self._check_delta(owner, delta)
             return delta

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from dpscale import checkpoint
 from dpscale.batches import Batch, Batches, Padding, Pick, device_of, fetched, part_of, rows_of
 from dpscale.booking import open_run
+from dpscale.card import Card
+from dpscale.card import make as make_card
 from dpscale.checks import complaint, out_of_memory, plain_number, require, require_count
 from dpscale.distributed import Description, Ranks, data_terms, unwrapped
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
@@ -155,6 +157,25 @@ class Private:
     def statement(self, delta: float | None = None) -> str:
         """What to tell a reviewer about what was released so far, whether or not the plan was carried out."""
         return "\n".join([self._plan.statement(delta=delta, steps=self._charged), *self._history()])
+
+    def card(
+        self, delta: float | None = None, *, search: str | None = None, audit: Mapping[str, Any] | None = None
+    ) -> Card:
+        """A page for a reviewer about what was released so far: ``card().save("card.html")``, or as JSON.
+
+        Args:
+            delta: None: the plan's.
+            search: how settings were chosen on the private data, and whether that was paid for.
+            audit: a report of `dpscale.audit`, as its ``to_dict()`` gives it.
+        """
+        booking = self._state.booking
+        composed = None if booking is None else {"ledger": str(booking.ledger.path), "epsilon": booking.ledger.epsilon,
+                                                 "delta": booking.ledger.delta,
+                                                 "spent": booking.ledger.spent().epsilon}  # fmt: skip
+        return make_card(
+            self._plan, self._charged, self._plan.delta_of("card", delta), history=[*self._history()],
+            seeded=self._noise.key.seeded, checks=self._engine.checks(), search=search, audit=audit, composed=composed,
+        )  # fmt: skip
 
     def _history(self) -> Iterator[str]:
         """What a statement says of resumptions, and of the ledger."""

@@ -105,6 +105,14 @@ class Engine:
         """Where the samples are in each operation that parameters meet."""
         return self._sites
 
+    def checks(self) -> dict[str, Any]:
+        """What was looked at so far, for a reviewer."""
+        return {
+            "times that the model was checked": self._schedule.looks,
+            "kinds of model and loss that passed a look": len(self._looked),
+            "runs sample by sample": "yes" if self._obstacles else "no",
+        }
+
     def obstacle(self, kind: Any) -> str | None:
         """Why the rows of such a model and loss cannot be attributed to samples, if they cannot."""
         found = self._obstacles.get(kind)
