@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import re
 import signal
 import subprocess
 import sys
@@ -414,14 +413,3 @@ def test_what_has_no_effect_is_said(tmp_path, caplog):
         assert f"dpscale: {name}=" in said
     assert "evaluation on the training data gives exact numbers" in said
     assert not run.args.dataloader_drop_last and not run.args.auto_find_batch_size
-
-
-@pytest.mark.filterwarnings("ignore:.*pin_memory")
-def test_the_page_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "text.md").read_text(), re.DOTALL)
-    assert len(blocks) == 4
-    names = {"__name__": "page"}
-    for block in blocks:
-        exec(block, names)
-    assert "spent ε = 3.00" in capsys.readouterr().out and (tmp_path / "runs" / "adapters").is_dir()

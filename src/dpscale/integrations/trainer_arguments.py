@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -91,14 +90,15 @@ def settled(args: TrainingArguments, plan: Plan) -> TrainingArguments:
         setattr(own, name, off if isinstance(value, type(off)) else False)  # before version 5, "no" was False
     own.max_steps = args.max_steps if args.max_steps > 0 else plan.steps
     own.gradient_accumulation_steps = 1
+    own.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"  # of which torch warns
     own.per_device_train_batch_size = math.ceil(plan.expected_batch / args.world_size)
     return own
 
 
-def loader_options(loader: Any, device: torch.device) -> dict[str, Any]:
+def loader_options(loader: Any) -> dict[str, Any]:
     """What of the Trainer's own loader has nothing to do with sampling."""
     kept = ["collate_fn", "num_workers", "persistent_workers", "prefetch_factor", "worker_init_fn"]
-    kept += ["multiprocessing_context"] + ["pin_memory"] * (device.type != "cpu")
+    kept += ["multiprocessing_context", "pin_memory"]
     return {name: value for name in kept if (value := getattr(loader, name))}
 
 

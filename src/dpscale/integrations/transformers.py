@@ -137,7 +137,7 @@ class Draws:
 
     def __init__(self, trainer: PrivateTrainer, loader: Any) -> None:
         self.trainer, self.dataset = trainer, loader.dataset
-        self.options = loader_options(loader, trainer.args.device)
+        self.options = loader_options(loader)
 
     def __len__(self) -> int:
         return self.trainer.plan.sampling.steps(1)
