@@ -83,7 +83,13 @@ def test_schedulers_validation_and_progress():
 
 @pytest.mark.parametrize(
     ("settings", "steps", "batch"),
-    [({"max_epochs": 3}, 15, None), ({"max_epochs": -1, "max_steps": 7}, 7, None), ({"max_steps": 7}, 6, 25)],
+    [
+        ({"max_epochs": 3}, 15, None),
+        ({"max_epochs": -1, "max_steps": 7}, 7, None),
+        ({"max_steps": 7}, 6, 25),
+        ({"limit_train_batches": 3}, 6, None),
+        ({"limit_train_batches": 0.6, "max_epochs": 3}, 9, None),
+    ],
 )
 def test_the_plan_is_that_of_the_trainers_limits(settings, steps, batch, monkeypatch):
     def calibrated(self, epsilon, delta):

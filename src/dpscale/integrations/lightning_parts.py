@@ -22,7 +22,7 @@ log = logging.getLogger("dpscale")
 
 
 class Draws:
-    """In place of a loader: the draws of a plan, epoch by epoch.
+    """In place of a loader: the draws of a plan, of which each epoch takes the next ones.
 
     Args:
         trainer: whose precision the rows get, and which stops when no draw is left.
@@ -48,11 +48,10 @@ class Draws:
         return self.plan.sampling.steps(1)
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch = next(self._private().epochs(self._dataset, **self._options), None)
-        if epoch is None:
+        batches = self._private().batches(self._dataset, **self._options)  # the trainer ends an epoch, by `__len__`
+        if not len(batches):
             self._trainer.should_stop = True
-            return
-        for batch in epoch:
+        for batch in batches:
             yield batch.map(self._trainer.precision_plugin.convert_input)
 
     def state_dict(self) -> dict[str, Any]:

@@ -31,7 +31,9 @@ def planned(
     sampling = Poisson(size=size, batch=batch)  # type: ignore[arg-type]
     limits = [trainer.max_steps] if trainer.max_steps != -1 else []
     if trainer.max_epochs not in (None, -1):
-        limits.append(trainer.max_epochs * sampling.steps(1))  # as Lightning counts: whole epochs
+        each, limit = sampling.steps(1), trainer.limit_train_batches  # a number of batches, or a part of them
+        each = min(each, limit) if isinstance(limit, int) else int(each * limit)
+        limits.append(trainer.max_epochs * max(1, each))  # as Lightning counts: whole epochs
     rule = DEFAULT_RULE if scaling is None else scaling
     return Plan(scaling=rule, sampling=sampling, steps=min(limits)).calibrate(epsilon=epsilon, delta=delta)
 
