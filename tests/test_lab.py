@@ -112,9 +112,10 @@ def test_hold_out_refuses_a_fraction_outside_0_1(fraction):
 
 
 SHAPES = {"digits_cnn": (1, 8, 8), "resnet9": (3, 32, 32), "resnet9_mish": (3, 16, 16), "resnet9_scaled": (3, 16, 16),
-          "probe": (2048,)}  # fmt: skip
+          "probe": (2048,), "scatter_deep": (81, 7, 7), "scatter_sum": (81, 7, 7), "resnet50_stage4": (3, 32, 32),
+          "resnet50_stages34": (3, 32, 32)}  # fmt: skip
 SIZES = {"digits_cnn": 5746, "paper_cnn": 30_650, "lineage_cnn": 26_010, "resnet9": 2_447_946, "probe": 20_490,
-         "normed_cnn": 75_626, "gelu_cnn": 75_626}  # fmt: skip
+         "normed_cnn": 75_626, "gelu_cnn": 75_626, "scatter_deep": 94_154, "scatter_sum": 133_854}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", models.MODELS)
@@ -123,6 +124,9 @@ def test_models_give_logits_and_mix_no_samples(name):
     if name == "probe":
         assert all(not p.any() for p in model.parameters())  # it starts where every class is equally likely
         nn.init.normal_(model.weight)
+    if name.startswith("resnet50"):
+        assert not model.head.weight.any()
+        nn.init.normal_(model.head.weight)
     x = torch.randn(3, *SHAPES.get(name, (1, 28, 28)))
     assert model(x).shape == (3, 7)
     torch.testing.assert_close(model(x)[:1], model(x[:1]), rtol=1e-4, atol=1e-5)
