@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from dpscale import audit_statistics as statistics
@@ -85,6 +85,7 @@ def audit(
         )
         count = min(60_000, size * 9 // 10) if canaries is None else canaries
         _require_canaries(count, size)
+        _require_ranks(subject, seed)
         traces = [_white_box(subject, count, seed, run, device, options) for run in range(runs)]
         return _report_white_box(subject, traces, delta, confidence, started)
     require(callable(subject), "audit", "subject", "a Plan, or a function that makes a private run", subject)
@@ -98,6 +99,15 @@ def _require_canaries(count: int, most: int) -> None:
     action = f"There are {most} samples to take them from, and fewer than {LEAST} tell nothing."
     require_count("audit", "canaries", count, least=LEAST, action=action)
     require(count <= most, "audit", "canaries", f"at most {most}", count, action)
+
+
+def _require_ranks(plan: Plan, seed: int | None) -> None:
+    """Every rank must toss the same coins, and see what the adversary sees."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        require(seed is not None, "audit", "seed", "given on several ranks, the same on each", seed)
+        action = "Audit it in one process: a rank knows its own rows of the order alone."
+        drawn = "of independent draws on several ranks"
+        require(plan.sampling.independent, "audit", "subject", drawn, type(plan.sampling).__name__, action)
 
 
 def _delta(plan: Plan, delta: float | None) -> float:
@@ -276,8 +286,9 @@ def _losses(private: Private, loss_fn: LossFn, samples: list[Any]) -> Floats:
 def _report_input_space(
     found: list[tuple[Plan, Floats, Bools]], delta: float | None, confidence: float, started: float
 ) -> AuditReport:
-    plan = found[0][0]
-    delta = _delta(plan, delta)
+    delta = _delta(found[0][0], delta)
+    claims = {each[0].epsilon(delta): each[0] for each in found}  # sizes differ, and with them the claims a little
+    plan = claims[max(claims)]
     scores = np.concatenate([each[1] for each in found])
     inside = np.concatenate([each[2] for each in found])
     bounds = {
