@@ -25,7 +25,7 @@ bench: $(VENV)/.bench         ## whole loops beside plain PyTorch and Opacus, an
 	$(BIN)/python benchmarks/peers.py
 
 docs: $(VENV)/.docs           ## the pages as a site: site/index.html
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # One stamp per extra: torch first and pinned, so that nothing else can pull another build of it.
 $(VENV)/.%: pyproject.toml constraints.txt
