@@ -294,13 +294,19 @@ def _read_by_modules(model: nn.Module) -> Iterator[Variable]:
 
 def _held_by_class(made: type, known: set[int]) -> Iterator[Variable]:
     """What a class holds, and what its methods read."""
-    known.add(id(made))
+    yield from _attributes_of(made, known)
     for name, value in list(vars(made).items()):
         function = getattr(value, "__func__", value)  # of a class method
         if isinstance(function, FunctionType):
             yield from _own_attributes(f"{made.__name__}.{name}", function)
             yield from (each for each in _read_by(function, known) if _inside(each[1]()) or _plain(each[1]()))
-        elif not name.startswith("__") and (_plain(value) or _inside(value)):
+
+
+def _attributes_of(made: type, known: set[int]) -> Iterator[Variable]:
+    """What a class holds."""
+    known.add(id(made))
+    for name, value in list(vars(made).items()):
+        if not name.startswith("__") and not hasattr(type(value), "__get__") and (_plain(value) or _inside(value)):
             yield f"{made.__name__}.{name}", partial(getattr, made, name), partial(setattr, made, name)
 
 
@@ -325,7 +331,7 @@ def _led_to(value: Any, known: set[int]) -> Iterator[Variable]:
         made = value if isinstance(value, type) else type(value)
         for base in made.__mro__:
             if id(base) not in known and _own(base) and not _of_python(base) and len(known) < _ENTRIES:
-                yield from _held_by_class(base, known)
+                yield from _attributes_of(base, known)
 
 
 def _current(variable: ContextVar[Any]) -> Any:
