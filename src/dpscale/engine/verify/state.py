@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpscale.engine.compat import hooks, is_sharded, registered, version
+from dpscale.engine.compat import is_sharded, registered, version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import Variable, variables_of
 from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
@@ -280,16 +280,16 @@ def _own_function(value: Any) -> bool:
 
 
 def _read_by_modules(model: nn.Module) -> Iterator[Variable]:
-    """What the methods of one's own modules, their hooks and the functions stored in them read from around them, and
-    what their classes hold."""
+    """What the methods of one's own modules read from around them, and what their classes and those of the objects in
+    them hold. What hooks and stored functions keep for themselves is theirs."""
     known: set[int] = set()
     classes = {base: None for module in model.modules() for base in type(module).__mro__}
     for made in (each for each in classes if _own(each)):
         yield from _held_by_class(made, known)
     for module in model.modules():
-        called = (hook for each in hooks(module) for hook in each.values())
-        for value in (*vars(module).values(), *called):
-            yield from _led_to(value, known)
+        for value in vars(module).values():
+            if not isinstance(value, FunctionType):
+                yield from _led_to(value, known)
 
 
 def _held_by_class(made: type, known: set[int]) -> Iterator[Variable]:
