@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpscale.engine.compat import hooks, is_sharded, registered, version
+from dpscale.engine.compat import is_sharded, registered, version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import Variable, variables_of
 from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
@@ -281,27 +281,33 @@ def _own_function(value: Any) -> bool:
 
 
 def _read_by_modules(model: nn.Module) -> Iterator[Variable]:
-    """What the methods of one's own modules, their hooks and the functions stored in them read from around them, and
-    what their classes hold."""
+    """What the methods of one's own modules read from around them, and what their classes and those of the objects in
+    them hold. What hooks and stored functions keep for themselves is theirs."""
     known: set[int] = set()
     classes = {base: None for module in model.modules() for base in type(module).__mro__}
     for made in (each for each in classes if _own(each)):
         yield from _held_by_class(made, known)
     for module in model.modules():
-        called = (hook for each in hooks(module) for hook in each.values())
-        for value in (*vars(module).values(), *called):
-            yield from _led_to(value, known)
+        for value in vars(module).values():
+            if not isinstance(value, FunctionType):
+                yield from _led_to(value, known)
 
 
 def _held_by_class(made: type, known: set[int]) -> Iterator[Variable]:
     """What a class holds, and what its methods read."""
-    known.add(id(made))
+    yield from _attributes_of(made, known)
     for name, value in list(vars(made).items()):
         function = getattr(value, "__func__", value)  # of a class method
         if isinstance(function, FunctionType):
             yield from _own_attributes(f"{made.__name__}.{name}", function)
             yield from (each for each in _read_by(function, known) if _inside(each[1]()) or _plain(each[1]()))
-        elif not name.startswith("__") and (_plain(value) or _inside(value)):
+
+
+def _attributes_of(made: type, known: set[int]) -> Iterator[Variable]:
+    """What a class holds."""
+    known.add(id(made))
+    for name, value in list(vars(made).items()):
+        if not name.startswith("__") and not hasattr(type(value), "__get__") and (_plain(value) or _inside(value)):
             yield f"{made.__name__}.{name}", partial(getattr, made, name), partial(setattr, made, name)
 
 
@@ -326,7 +332,7 @@ def _led_to(value: Any, known: set[int]) -> Iterator[Variable]:
         made = value if isinstance(value, type) else type(value)
         for base in made.__mro__:
             if id(base) not in known and _own(base) and not _of_python(base) and len(known) < _ENTRIES:
-                yield from _held_by_class(base, known)
+                yield from _attributes_of(base, known)
 
 
 def _current(variable: ContextVar[Any]) -> Any:
