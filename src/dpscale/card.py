@@ -122,14 +122,14 @@ def _attacker(plan: Plan, steps: int) -> dict[str, Any]:
         mirrored = (1 - math.exp(-e) * (1 - d - fpr) for e, d in grid if 1 - d - fpr > 0)
         return min(1.0, *straight, *mirrored)
 
-    advantage = grid[0][1]
+    advantage, who = grid[0][1], "record" if plan.records is None else "person's data"
     return {
         "advantage": advantage,
         "trade_off": [{"false_alarms": fpr, "found_at_most": most(fpr)} for fpr in _POINTS],
         "words": (
-            f"Whoever guesses from the model whether one person's data were used, with even odds, is right in at most "
+            f"Whoever guesses from the model whether one {who} was used, with even odds, is right in at most "
             f"{100 * (1 + advantage) / 2:.1f} of 100 cases, whatever they know and however long they compute. If they "
-            f"may wrongly accuse 1 in 100, they find at most {100 * most(0.01):.1f} of 100."
+            f"may be wrong about 1 in 100 who were not used, they find at most {100 * most(0.01):.1f} of 100."
         ),
     }
 
@@ -216,6 +216,7 @@ body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding
 h1{font-size:1.6rem;margin:0 0 .3rem}h2{font-size:1.1rem;margin:2rem 0 .5rem}
 .big{font-size:2.2rem;font-weight:600;margin:.5rem 0}
 table{border-collapse:collapse;width:100%;overflow-wrap:anywhere}
+td:first-child,th:first-child{min-width:8rem;overflow-wrap:normal}
 td,th{border-top:1px solid #8884;padding:.35rem .6rem .35rem 0;text-align:left;vertical-align:top}
 """
 
@@ -230,13 +231,13 @@ def _page(card: Mapping[str, Any]) -> str:
         "<h2>What is promised</h2>", _table(card["words"].items()),
         "<h2>What an attacker can find</h2>",
         _table(((f"{row['false_alarms']:.1%}", f"{row['found_at_most']:.1%}") for row in attacker["trade_off"]),
-               ("people wrongly accused", "people found, at most")),
+               ("wrongly said to be in", "found, at most")),
         "<h2>ε at other δ</h2>",
         _table(((f"{row['delta']:g}", f"{row['pld']:.4g}", f"{row['rdp']:.4g}") for row in card["curve"]),
                ("δ", "ε, tight (PLD)", "ε, Rényi (RDP)")),
         "<h2>What was composed</h2>",
         _items(card["history"] or ["One run, begun once. No ledger was kept."]),
-        "<h2>What is not counted</h2>", _items([card["search"], *card["not_counted"]]),
+        "<h2>What is not counted</h2>", _items([f"Search: {card['search']}", *card["not_counted"]]),
         "<h2>Randomness</h2>", f"<p>{_text(card['randomness'])}</p>",
         "<h2>Checks during training</h2>",
         _table(card["checks"].items()) if card["checks"] else "<p>None were recorded.</p>",
