@@ -218,12 +218,15 @@ class Judged:
         return fpr, fnr
 
 
-def judge(scores: Floats, inside: Bools, worth: Callable[[Floats, Floats], Floats]) -> Judged:
-    """Errors at the threshold of most ``worth``, given FPR and FNR: chosen on some canaries, counted on the others."""
+def judge(scores: Floats, inside: Bools, worth: Callable[[Floats, Floats], Floats], caution: float) -> Judged:
+    """Errors at the threshold of most ``worth``, given FPR and FNR: chosen on some canaries, counted on the others.
+
+    ``caution`` is the confidence at which rates are looked at when choosing, so that luck is not chosen.
+    """
     choosing = np.arange(len(scores)) % CHOOSING == 0
     thresholds = np.unique(np.quantile(scores[choosing], np.linspace(0, 1, 401)))
     chosen = zip(_errors(scores[choosing], inside[choosing], thresholds), _sides(inside[choosing]), strict=True)
-    likely = [highest(errors, trials, 0.999) for errors, trials in chosen]  # so high that luck is not chosen
+    likely = [highest(errors, trials, caution) for errors, trials in chosen]
     best = thresholds[[int(np.argmax(worth(*likely)))]]
     (positives,), (negatives,) = _errors(scores[~choosing], inside[~choosing], best)
     outside, within = _sides(inside[~choosing])
@@ -240,7 +243,7 @@ def by_threshold(scores: Floats, inside: Bools, delta: float, confidence: float)
     def epsilon(fpr: Floats, fnr: Floats) -> Floats:
         return np.maximum(*(np.log(np.maximum(1 - delta - b, 1e-300) / a) for a, b in ((fpr, fnr), (fnr, fpr))))
 
-    fpr, fnr = judge(scores, inside, epsilon).at_most(confidence)
+    fpr, fnr = judge(scores, inside, epsilon, 0.975).at_most(confidence)
     return max(0.0, float(epsilon(np.array(fpr), np.array(fnr))))
 
 
@@ -272,7 +275,7 @@ class Curve:
 
 def central(scores: Floats, inside: Bools) -> Judged:
     """The errors at the threshold that tells most if the curve is much like that of a Gaussian."""
-    return judge(scores, inside, lambda fpr, fnr: -special.ndtri(fpr) - special.ndtri(fnr))
+    return judge(scores, inside, lambda fpr, fnr: -special.ndtri(fpr) - special.ndtri(fnr), 1 - 1e-6)
 
 
 def refutes(judged: Judged, claimed: Curve) -> Check:
