@@ -228,6 +228,7 @@ BY_SAMPLE = {
 @pytest.mark.parametrize("name", BY_SAMPLE)
 def test_what_is_right_but_cannot_be_followed_runs_sample_by_sample(name, caplog):
     forward, why = BY_SAMPLE[name]
+    torch.manual_seed(0)  # rows that go both ways where they are routed
     model, x = One(forward), torch.randn(7, 3, dtype=torch.float64)
 
     def losses(m, batch):

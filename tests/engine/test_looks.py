@@ -407,3 +407,17 @@ def test_a_small_parameter_that_a_run_changes_unseen_is_put_back_after_that_run(
     with pytest.raises(dpscale.UnsupportedModel, match=r"'first\.bias' is changed by the forward itself"):
         around.left_behind()
     assert torch.equal(model.first.bias, before)
+
+
+def test_samples_without_a_gradient_are_followed(caplog):
+    """A hinge loss has many: the norm that they are credited with is tiny, and not zero."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 1), torch.randn(20, 4)
+    y = model(x).detach().squeeze(1).sign()
+    y[:3] *= -1
+
+    def hinge(model, batch):
+        return torch.relu(1 - 50 * batch[1] * model(batch[0]).squeeze(1))
+
+    out = dpscale.scaled_sum(model, hinge, (x, y), dpscale.Clip(C=1.0))
+    assert int((out.norms < 1e-15).sum()) == 17 and not caplog.messages
