@@ -38,7 +38,28 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
 
 
+EXAMPLES = {"quickstart": "quickstart.md", "images": "images.md", "sequences": "sequences.md", "own_loop": "own-loop.md",
+            "people": "people.md", "tuned": "tuning.md"}  # fmt: skip
+
+
+def script(page):
+    """The blocks of a page as one script."""
+    shown = [found["shown"] for found in BLOCK.finditer(page.read_text(encoding="utf-8")) if found["shown"]]
+    return f'"""The code of docs/{page.name}, which explains it."""\n\n' + "\n".join(shown)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_the_code_of_its_page(name):
+    """Write them anew with: python tests/test_docs.py"""
+    assert (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8") == script(ROOT / "docs" / EXAMPLES[name])
+
+
 def test_a_page_that_does_not_run_is_noticed(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("text\n\n```python\nx = 1\n```\n\n<!-- python\nassert x == 2\n-->\n", encoding="utf-8")
     assert blocks(page) == [(4, "x = 1\n"), (8, "assert x == 2\n")]
+
+
+if __name__ == "__main__":
+    for name, page in EXAMPLES.items():
+        (ROOT / "examples" / f"{name}.py").write_text(script(ROOT / "docs" / page), encoding="utf-8")
