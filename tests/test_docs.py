@@ -38,8 +38,14 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
 
 
-EXAMPLES = {"quickstart": "quickstart.md", "images": "images.md", "sequences": "sequences.md", "own_loop": "own-loop.md",
-            "people": "people.md", "tuned": "tuning.md"}  # fmt: skip
+EXAMPLES = {
+    "quickstart": "quickstart.md",
+    "images": "images.md",
+    "sequences": "sequences.md",
+    "own_loop": "own-loop.md",
+    "people": "people.md",
+    "tuned": "tuning.md",
+}
 
 
 def script(page):
