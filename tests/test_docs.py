@@ -28,6 +28,7 @@ def blocks(page):
     ]
 
 
+@pytest.mark.filterwarnings("default")  # other libraries warn of themselves
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
