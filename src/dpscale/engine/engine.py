@@ -8,7 +8,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -153,8 +153,10 @@ class Engine:
             return check_losses(loss_fn(model, data), batch_size(data)[0])
 
         subject = Subject(model, parameters, run, loss_fn)
+        looks = self._schedule.looks
         with cold_start():
             kind, setting = self.trust(subject, found, batch, mask, rows, singles, rest)
+            checked = self._schedule.looks > looks  # somebody has waited for that, and waits on
             for again in (True, False):
                 if kind in self._obstacles:
                     break
@@ -164,7 +166,8 @@ class Engine:
                         if out is not None:
                             return out
                     counting = points and [(c, w) for c, w in points if c != 0]
-                    return self._taped(parameters, run, batch, rule, mask, counting, change)
+                    with waiting("computing") if checked else nullcontext():
+                        return self._taped(parameters, run, batch, rule, mask, counting, change)
                 except UnknownOperation:
                     if again:
                         self.look(subject, batch, mask, kind, rows)

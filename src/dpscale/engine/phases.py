@@ -91,10 +91,13 @@ def waiting(what: str) -> Iterator[None]:
         yield
         return
     done, begin = threading.Event(), time.perf_counter()
+    if begin > _heard.until:  # nobody has waited just before
+        _heard.last = begin
 
     def say() -> None:
-        while not done.wait(SILENCE):
-            log.warning("dpscale: still %s (%.0f s so far)", what, time.perf_counter() - begin)
+        while not done.wait(max(0.0, _heard.last + SILENCE - time.perf_counter())):
+            _heard.last = time.perf_counter()
+            log.warning("dpscale: still %s (%.0f s so far)", what, _heard.last - begin)
 
     teller = threading.Thread(target=say, daemon=True)
     teller.start()
@@ -103,3 +106,13 @@ def waiting(what: str) -> Iterator[None]:
     finally:
         done.set()
         teller.join()  # nothing is said of what is over
+        _heard.until = time.perf_counter() + 0.5
+
+
+class _Heard:
+    """When something was said last, and until when another wait is the same one going on."""
+
+    last = until = 0.0
+
+
+_heard = _Heard()
