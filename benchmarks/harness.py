@@ -253,7 +253,9 @@ class Notes(logging.Handler):
         log.setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage().removeprefix("dpscale: ")[:110])
+        said = record.getMessage().removeprefix("dpscale: ")
+        if not said.startswith("still "):
+            self.said.append(said[:110])
 
     def take(self) -> Row:
         """All that was said since, and what of it is out of the ordinary."""

@@ -12,8 +12,8 @@ log = logging.getLogger("dpscale")
 TIMED = 5
 """Steps to time: the fastest of them counts, as others may have been disturbed, or checked the model."""
 
-COLD, SAVING = 60.0, 0.2
-"""Seconds that compiling may take, and the part of an eager step that it saves at least."""
+COLD, SAVING = 30.0, 0.3
+"""Seconds that compiling takes, more or less, and the part of an eager step that it saves."""
 
 
 class Worth:
