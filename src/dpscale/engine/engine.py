@@ -166,7 +166,7 @@ class Engine:
                         if out is not None:
                             return out
                     counting = points and [(c, w) for c, w in points if c != 0]
-                    with waiting("computing") if checked else nullcontext():
+                    with waiting("computing", on=True) if checked else nullcontext():
                         return self._taped(parameters, run, batch, rule, mask, counting, change)
                 except UnknownOperation:
                     if again:

@@ -83,21 +83,32 @@ def _tell(name: Phase | None) -> None:
         listener(name)
 
 
+class _Heard:
+    """When something was said last, or a wait began."""
+
+    last = 0.0
+
+
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str, *, on: bool = False) -> Iterator[None]:
     """Whoever waits in here for long is told so, unless somebody listens who shows it. A warning: it is seen without
-    any setting."""
+    any setting.
+
+    Args:
+        what: is going on.
+        on: somebody has waited for something else just before, and waits on.
+    """
     if _listener.get() is not None:
         yield
         return
     done, begin = threading.Event(), time.perf_counter()
-    if begin > _heard.until:  # nobody has waited just before
-        _heard.last = begin
+    if not on:
+        _Heard.last = begin
 
     def say() -> None:
-        while not done.wait(max(0.0, _heard.last + SILENCE - time.perf_counter())):
-            _heard.last = time.perf_counter()
-            log.warning("dpscale: still %s (%.0f s so far)", what, _heard.last - begin)
+        while not done.wait(max(0.0, _Heard.last + SILENCE - time.perf_counter())):
+            _Heard.last = time.perf_counter()
+            log.warning("dpscale: still %s (%.0f s so far)", what, _Heard.last - begin)
 
     teller = threading.Thread(target=say, daemon=True)
     teller.start()
@@ -106,13 +117,3 @@ def waiting(what: str) -> Iterator[None]:
     finally:
         done.set()
         teller.join()  # nothing is said of what is over
-        _heard.until = time.perf_counter() + 0.5
-
-
-class _Heard:
-    """When something was said last, and until when another wait is the same one going on."""
-
-    last = until = 0.0
-
-
-_heard = _Heard()
