@@ -39,3 +39,9 @@ def lstm_in_any_precision(request):
     yield
     if lacking:
         torch._C._set_mkldnn_enabled(True)
+
+
+@pytest.fixture(autouse=True)
+def silent(monkeypatch):
+    """What is said to somebody who waits long depends on how busy the machine is."""
+    monkeypatch.setattr("dpscale.engine.phases.SILENCE", 1e6)
