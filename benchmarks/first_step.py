@@ -3,6 +3,7 @@
     python benchmarks/first_step.py                             # on two CPU threads; minutes, most of them for BERT
     python benchmarks/first_step.py --models tiny,cnn,transformer --steps 30
     python benchmarks/first_step.py --models bert --steps 6
+    python benchmarks/first_step.py --models cnn --sums 7       # on a machine that others use, too
 
 The loop is timed as a user writes it: ``for batch in private.batches(data): private.step(batch, loss_fn)``, on Poisson
 draws, with all defaults. Ratios are to a plain forward and backward of the expected batch, eager, by the median.
@@ -14,6 +15,10 @@ draws, with all defaults. Ratios are to a plain forward and backward of the expe
     checks      later checks: share of the rows, and of the seconds, of all steps after the first
     silence     the longest time without a step done or a record of the logger "dpscale"; more than three seconds are
                 marked, unless a usual step itself takes as long
+
+With ``--sums`` the sum of a step alone is timed, by the seconds that the processor spent on it in one thread, so many
+times with a new engine, plain ones in between; medians. ``checked`` is how much more than a usual one a sum takes
+before which a glance is due: at a new length or, where there is none, at a new size and rows far from all before.
 """
 
 import argparse
@@ -22,6 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -32,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 import dpscale
+from dpscale.engine.engine import Engine
 from dpscale.lab.models import paper_cnn
 
 SILENCE = 3.0
@@ -207,17 +214,56 @@ def measure(name: str, steps: int) -> list[str]:
     ]
 
 
+def spent(run: Callable[[], Any]) -> float:
+    """Seconds of the processor."""
+    begin = time.process_time()
+    run()
+    return time.process_time() - begin
+
+
+def ratios(name: str, rounds: int) -> list[str]:
+    """A line of the other table."""
+    setting, rule = SETTINGS[name], dpscale.Clip(C=1.0)
+    model = setting.build()
+
+    def plain(batch: Any) -> float:
+        model.zero_grad()
+        return spent(lambda: loss_fn(model, batch).mean().backward())
+
+    found: list[tuple[float, float, float]] = []
+    for _ in range(rounds):
+        engine = Engine(model)
+        batch = setting.data()[: setting.batch]
+        new = setting.data(new=True)[: setting.batch - (0 if setting.lengths else 5)]
+        if not setting.lengths:
+            new[0][0] -= 50
+        before = [min(plain(each) for _ in range(3)) for each in (batch, new)]
+        first, *usual, checked = [
+            spent(partial(engine.scaled_sum, loss_fn, data, rule)) for data in (batch,) * 5 + (new,)
+        ]
+        one, other = [min(then, plain(each)) for then, each in zip(before, (batch, new), strict=True)]
+        found.append((first / one, min(usual) / one, checked / other - min(usual) / one))
+    first, usual, checked = (statistics.median(column) for column in zip(*found, strict=True))
+    return [name, f"{one:.4f} s", f"{first:.1f}", f"{usual:.2f}", f"+{checked:.1f}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SETTINGS), help="some of %(default)s")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run, at least 4 (%(default)s)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sums", type=int, default=0, help="time sums alone, in one thread, so many times")
     args = parser.parse_args()
     chosen = args.models.split(",")
     unknown = set(chosen) - set(SETTINGS)
     if unknown or args.steps < 4:
         parser.error(f"no model {sorted(unknown)}" if unknown else "--steps must be at least 4")
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1 if args.sums else args.threads)
+    if args.sums:
+        print("| model | plain | first | usual | checked |\n|---|---:|---:|---:|---:|", flush=True)
+        for name in chosen:
+            print("| " + " | ".join(ratios(name, args.sums)) + " |", flush=True)
+        return
     print(f"{args.threads} threads, {args.steps} steps; ratios to a plain forward and backward\n")
     print("| model | plain | first | usual | length | rows | checks | silence |")
     print("|---|---:|---:|---:|---:|---:|---|---|", flush=True)

@@ -12,6 +12,7 @@ from dpscale.engine import Engine, LossFn, UnsupportedModel, batch_size, check_l
 from dpscale.engine.modules import structure
 from dpscale.engine.verify.look import Subject
 from dpscale.model_fix import fixable
+from dpscale.packing import Padded, holds, over_packed, unpacked
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> CheckReport:
         >>> bool(dpscale.check(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), loss_fn, batch))
         False
     """
-    data = batch.data if isinstance(batch, Batch) else batch
+    data = unpacked(batch.data if isinstance(batch, Batch) else batch)
+    loss_fn = over_packed(loss_fn) if holds(data, Padded) else loss_fn
     samples, device = batch_size(data)
 
     def run(rows: Any) -> Tensor:
@@ -67,7 +69,7 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> CheckReport:
             require_finite(model)
             found = structure(model)
             subject = Subject(model, trainable(found), run, loss_fn)
-            kind, _ = engine.trust(subject, found, data, torch.ones(samples, dtype=torch.bool, device=device))
+            kind = engine.trust(subject, found, data, torch.ones(samples, dtype=torch.bool, device=device)).kind
     except (UnsupportedModel, ValueError) as error:
         return CheckReport(str(error), notes)
     obstacle = engine.obstacle(kind)

@@ -50,7 +50,7 @@ class Whole:
             return torch.cat([t.flip(0), t]) if self.any_size else t.flip(0)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.delattr(Engine, "_taped")  # the eager way back
+            patch.delattr(Engine, "_weighed")  # the eager way back
             self.engine.scaled_sum(loss_fn, tree_map(other, batch), rule)
             return self.engine.scaled_sum(loss_fn, batch, rule, keep=True)
 

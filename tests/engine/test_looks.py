@@ -10,6 +10,7 @@ import dpscale
 from dpscale.engine.engine import Engine
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.verify import schedule
+from dpscale.engine.verify.credit import misplaced
 from dpscale.engine.verify.glance import Glance
 from dpscale.engine.verify.look import Look, Subject
 from dpscale.engine.verify.state import Surroundings
@@ -155,7 +156,8 @@ def test_mixing_that_begins_with_something_new_is_refused_then(trick, new):
     refused_at_third(model, new, match=r"coupled|depends on how many rows")
 
 
-def test_credit_that_goes_astray_at_a_new_length_runs_by_sample(taken):
+@pytest.mark.parametrize("left_out", [0, 7])
+def test_credit_that_goes_astray_at_a_new_length_runs_by_sample(taken, left_out):
     """Rows trade places and trade back: no loss shows it, and nothing but the gradients' way does."""
 
     class Turned(Net):
@@ -167,10 +169,28 @@ def test_credit_that_goes_astray_at_a_new_length_runs_by_sample(taken):
     engine = Engine(model := Turned())
     engine.scaled_sum(loss_fn, batch(0), RULE)
     new = batch(1, length=9)
-    out = engine.scaled_sum(loss_fn, new, RULE)
+    mask = torch.arange(12) >= left_out
+    out = engine.scaled_sum(loss_fn, new, RULE, mask=mask)
     alone = [dpscale.scaled_sum(model, loss_fn, (new[0][i : i + 1], new[1][i : i + 1]), RULE) for i in range(12)]
-    torch.testing.assert_close(out.norms, torch.cat([one.norms for one in alone]))
+    torch.testing.assert_close(out.norms, torch.cat([one.norms for one in alone]) * mask)
     assert len(taken) >= 2
+
+
+def test_two_rows_of_many_that_trade_places_are_seen():
+    """Neither among those that are few, nor the one that is put among copies of itself: their weights alone tell."""
+
+    class Swaps(Net):
+        def forward(self, x):
+            order = torch.arange(len(x))
+            if len(x) > 5 and x.shape[1] > 5:
+                order[[2, 9]] = order[[9, 2]]
+            return super().forward(x[order])[order]
+
+    engine = Engine(model := Swaps())
+    engine.scaled_sum(loss_fn, batch(0), RULE)
+    new = batch(1, length=9)
+    out = engine.scaled_sum(loss_fn, new, RULE)
+    torch.testing.assert_close(out.norms, reference_sum(model, loss_fn, new, RULE)[1])
 
 
 def feeds_attribute(model, x):
@@ -240,6 +260,96 @@ def test_a_glance_leaves_everything_as_it_was():
     assert glance({}, ())
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(p, before[n][0]) and p.grad is before[n][1] for n, p in model.named_parameters())
+
+
+# The step's own run as one of those that are compared
+
+
+def summed(engine, data, seed=7, **options):
+    """A sum, and what torch draws after it."""
+    torch.manual_seed(seed)
+    return engine.scaled_sum(loss_fn, data, RULE, **options), torch.rand(3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("thorough", [True, False])
+def test_a_step_that_is_checked_is_the_step_that_would_have_been(thorough, dropout):
+    """To the bit, dropout included; and all that is drawn after it."""
+    model = Net(dropout=dropout)
+    checked, trusting = Engine(model), Engine(model)
+    new, mask = batch(3, length=9), torch.arange(12) % 3 != 1
+    for data in [batch(0)] * (not thorough) + [new] * (4 + thorough):
+        trusting.scaled_sum(loss_fn, data, RULE)
+    if not thorough:
+        checked.scaled_sum(loss_fn, batch(0), RULE)
+    looks = [engine._schedule.looks for engine in (checked, trusting)]
+    ours, theirs = summed(checked, new, mask=mask), summed(trusting, new, mask=mask)
+    assert [engine._schedule.looks for engine in (checked, trusting)] == [looks[0] + 1, looks[1]]
+    assert torch.equal(ours[1], theirs[1])
+    assert all(torch.equal(g, theirs[0].grads[n]) for n, g in ours[0].grads.items())
+    assert torch.equal(ours[0].norms, theirs[0].norms) and torch.equal(ours[0].losses, theirs[0].losses)
+
+
+@pytest.mark.parametrize(("dropout", "runs"), [(0.0, 2), (0.3, 3)])
+def test_the_whole_batch_is_run_once_more_than_for_the_step(dropout, runs):
+    """Among copies of one row; with dropout, once without."""
+    model, rows = Net(dropout=dropout), []
+    model.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    engine = Engine(model)
+    engine.scaled_sum(loss_fn, batch(0), RULE)
+    rows.clear()
+    engine.scaled_sum(loss_fn, batch(1, length=9), RULE)
+    assert rows.count(12) == runs and max(rows) == 12
+
+
+def test_a_step_that_counts_itself_counts_once():
+    class Counts(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x):
+            self.steps += 1
+            return super().forward(x)
+
+    engine = Engine(model := Counts())
+    for step, kind in enumerate([{}, {"length": 9}, {"length": 2}, {"strange": True}, {}]):
+        engine.scaled_sum(loss_fn, batch(step, **kind), RULE)
+        assert int(model.steps) == step + 1
+
+
+@pytest.mark.parametrize("trick", [lambda h, x: h - h.mean(0), lambda h, x: F.dropout(h, float(x.amax()) / 2)])
+def test_what_is_refused_has_drawn_nothing(trick):
+    engine = Engine(model := Net(trick, lambda x: x.shape[1] > 5, dropout=0.3))
+    for seed in range(2):
+        engine.scaled_sum(loss_fn, batch(seed), RULE)
+    before = torch.get_rng_state()
+    with pytest.raises(dpscale.UnsupportedModel):
+        engine.scaled_sum(loss_fn, batch(2, **LONGER), RULE)
+    assert torch.equal(torch.get_rng_state(), before) and model.training
+
+
+def test_dropout_that_goes_by_the_batch_is_refused():
+    """How much is dropped is the largest entry of the batch: without dropout nothing of that would be seen, nor while
+    the row that has it stays."""
+    model = Net(lambda h, x: F.dropout(h, float(x.amax()) / 2), lambda x: x.shape[1] > 5, dropout=0.3)
+    refused_at_third(model, LONGER, "coupled")
+
+
+def test_names_of_functions_of_functions_stay_short():
+    """Each holds the names of all that it is made of: doubled forty times, one would fill the memory."""
+
+    class Doubled(Net):
+        def forward(self, x):
+            w = self.first.bias
+            for _ in range(40):
+                w = (w + w) / 2
+            return self.last((torch.tanh(self.first(x)) * w).mean(1))
+
+    engine = Engine(model := Doubled())
+    out = engine.scaled_sum(loss_fn, batch(0), RULE)
+    torch.testing.assert_close(out.grads, reference_sum(model, loss_fn, batch(0), RULE)[0])
+    assert not engine._obstacles
 
 
 # What one part alone can see
@@ -421,3 +531,17 @@ def test_samples_without_a_gradient_are_followed(caplog):
 
     out = dpscale.scaled_sum(model, hinge, (x, y), dpscale.Clip(C=1.0))
     assert int((out.norms < 1e-15).sum()) == 17 and not caplog.messages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_two_rows_that_are_exchanged_have_the_same_weight(dtype):
+    for seed in range(20):
+        x = torch.randn(8, 3, dtype=dtype, requires_grad=True)
+        inner = 2 * x
+        losses = inner.square().sum(1)
+        order = torch.arange(8)
+        order[[seed % 8, (3 * seed + 1) % 8]] = order[[(3 * seed + 1) % 8, seed % 8]]
+        edge = torch.autograd.graph.get_gradient_edge(inner)
+        assert misplaced(losses, [(edge, lambda g: g)], seed) is None
+        exchanged = misplaced(losses, [(edge, lambda g, order=order: g[order])], seed)
+        assert (exchanged is not None) == bool((order != torch.arange(8)).any())

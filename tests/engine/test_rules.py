@@ -23,28 +23,18 @@ def test_every_rule_has_cases():
 
 
 @every_rule
-def test_equals_oracle_in_float64(rule):
+def test_equals_oracle_in_float64(rule, monkeypatch):
+    """And it is the rule itself that ran, not the generic one behind it."""
+    ran = []
+    forms = type(rule).forms
+    monkeypatch.setattr(type(rule), "forms", lambda self, call, g: ran.append(1) or forms(self, call, g))
+
     @given(case=CASES[type(rule)], scaling=st.sampled_from(SCALINGS), data=st.data())
     def check(case, scaling, data):
         samples = len(case.batch[0])
         mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=samples, max_size=samples)), dtype=torch.bool)
         out = check_equal(case.model, case.batch, scaling, mask=mask)
         assert out.losses.shape == out.norms.shape == out.weights.shape == (samples,)
-
-    check()
-
-
-@every_rule
-def test_the_rule_is_what_ran(rule, monkeypatch):
-    """The cases above test the rule itself, not the generic one behind it."""
-    ran = []
-    forms = type(rule).forms
-    monkeypatch.setattr(type(rule), "forms", lambda self, call, g: ran.append(1) or forms(self, call, g))
-
-    @given(case=CASES[type(rule)])
-    def check(case):
-        if len(case.batch[0]) and any(p.requires_grad for p in case.model.parameters()):
-            dpscale.scaled_sum(case.model, loss_fn, case.batch, SCALINGS[0])
 
     check()
     assert len(ran) > 10
@@ -55,6 +45,7 @@ def test_the_rule_is_what_ran(rule, monkeypatch):
 def test_equals_oracle_in_low_precision(rule, dtype, rtol):
     """The oracle runs in the same type, so activations agree; what is compared is what the engine makes of them."""
 
+    @settings(max_examples=20)
     @given(case=CASES[type(rule)], scaling=st.sampled_from(SCALINGS))
     def check(case, scaling):
         if not len(case.batch[0]):
@@ -76,6 +67,7 @@ def test_equals_oracle_in_low_precision(rule, dtype, rtol):
 def test_one_sample_stays_within_the_bound(rule, dtype):
     """Trap 11: the norm must bound the very gradient that is released, whatever the precision of the model."""
 
+    @settings(max_examples=20)
     @given(case=CASES[type(rule)], scaling=st.sampled_from(SCALINGS))
     def check(case, scaling):
         model = copy.deepcopy(case.model).to(dtype)

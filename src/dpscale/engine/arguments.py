@@ -127,21 +127,25 @@ def has_rows(rows: Any, count: int) -> bool:
     return (not isinstance(rows, Tensor) or rows.ndim > 0) and len(rows) == count
 
 
-def over_rows(data: Any, change: Callable[[Any], Any], count: int | None = None) -> Any:
-    """A batch with a change of its tensors and, where ``count`` is given, of its lists of so many plain values."""
-    if isinstance(data, Tensor) or (count is not None and _plain_rows(data, count)):
+def over_rows(data: Any, change: Callable[[Any], Any], count: int | None = None, leaf: type = Tensor) -> Any:
+    """A batch with a change of its tensors and, where ``count`` is given, of its lists of so many plain values.
+
+    Args:
+        leaf: what is changed in place of tensors; then nothing else is.
+    """
+    if isinstance(data, leaf) or (count is not None and _plain_rows(data, count)):
         return change(data)
     if isinstance(data, MutableMapping):
         changed = copy.copy(data)
         for name, value in data.items():
-            changed[name] = over_rows(value, change, count)
+            changed[name] = over_rows(value, change, count, leaf)
         return changed
     if isinstance(data, Mapping):
-        return {name: over_rows(value, change, count) for name, value in data.items()}
+        return {name: over_rows(value, change, count, leaf) for name, value in data.items()}
     if isinstance(data, (list, tuple)):
-        values = [over_rows(value, change, count) for value in data]
+        values = [over_rows(value, change, count, leaf) for value in data]
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    return change(data) if count is None and hasattr(data, "to") else data
+    return change(data) if count is None and leaf is Tensor and hasattr(data, "to") else data
 
 
 def _plain_rows(data: Any, count: int) -> bool:

@@ -25,6 +25,9 @@ from dpscale.scaling import Scaling
 Forms = dict[str, Form]
 """The per-sample gradients of each parameter."""
 
+Evaluated = tuple[list[Tape], list[Sequence[Tensor | None]], Tensor]
+"""The tape of each point, what arrived at its operations, and the losses."""
+
 
 @dataclass(frozen=True)
 class ScaledSum:
@@ -63,7 +66,7 @@ def exactly(device: torch.device) -> Iterator[None]:
 def evaluate(
     parameters: Mapping[str, Tensor], run: Callable[[Any], Tensor], batch: Any, sites: Sites, mask: Tensor,
     points: Points | None,
-) -> tuple[list[Tape], list[Sequence[Tensor | None]], Tensor]:  # fmt: skip
+) -> Evaluated:  # fmt: skip
     """A forward and a backward at each point; the coefficient and the mask ride in on the seed of the backward."""
     tapes: list[Tape] = []
     grads: list[Sequence[Tensor | None]] = []
@@ -77,7 +80,7 @@ def evaluate(
 
 
 def backward(
-    tapes: Sequence[Tape], parameters: Mapping[str, Tensor], losses: Tensor, seed_B: Tensor
+    tapes: Sequence[Tape], parameters: Mapping[str, Tensor], losses: Tensor, seed_B: Tensor, retain: bool = False
 ) -> list[Sequence[Tensor | None]]:
     """The gradient at every taped operation's output, by tape; no parameter gradients are computed.
 
@@ -90,7 +93,7 @@ def backward(
     whole = [parameters, *(tape.leaves for tape in tapes)]
     names = [n for tensors in whole for n in tensors]
     both: Any = [*wanted, *(t for tensors in whole for t in tensors.values())]  # torch takes both, its types do not
-    arrived = torch.autograd.grad([losses], both, [seed_B], allow_unused=True)
+    arrived = torch.autograd.grad([losses], both, [seed_B], allow_unused=True, retain_graph=retain)
     unseen = [n for n, g in zip(names, arrived[len(wanted) :], strict=True) if g is not None]
     if unseen:
         raise PassedBy(

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,7 +30,7 @@ from dpscale.engine.arguments import (
     trainable,
 )
 from dpscale.engine.by_sample import sum_by_sample
-from dpscale.engine.combine import ScaledSum, combine, evaluate, exactly, gradients
+from dpscale.engine.combine import Evaluated, ScaledSum, combine, evaluate, exactly, gradients
 from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.compile.step import Backend, CompiledSum, Setting
 from dpscale.engine.compile.worth import Worth
@@ -43,6 +43,7 @@ from dpscale.engine.rules.forms import Dense
 from dpscale.engine.tape.tape import Sites, UnknownOperation
 from dpscale.engine.verify.glance import Glance
 from dpscale.engine.verify.look import Finding, Look, Subject
+from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
 from dpscale.engine.verify.rows import Features, choose, features
 from dpscale.engine.verify.schedule import Due, Schedule
@@ -66,6 +67,20 @@ class Looked:
     eps: float
 
 
+class Trusted(NamedTuple):
+    """A model that may be trained.
+
+    Attributes:
+        kind: of model and loss, by which what was found is remembered.
+        setting: how it is set.
+        evaluated: the forward and backward of the batch, if a check has taken them for one of its runs.
+    """
+
+    kind: Any
+    setting: Setting
+    evaluated: Evaluated | None = None
+
+
 class Engine:
     """Weighted sums of one model's per-sample gradients.
 
@@ -75,9 +90,12 @@ class Engine:
             the course of the run whether to.
         any_size: compile it once for batches of any size, if that can be done, by the example of so many rows. 0: for
             each size.
+        most: about the most rows that come.
     """
 
-    def __init__(self, model: nn.Module, *, compile: bool | Backend | Worth = False, any_size: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, *, compile: bool | Backend | Worth = False, any_size: int = 0, most: int = 0
+    ) -> None:
         self._model = weakref.ref(model)
         self._sites = Sites()
         self._schedule = Schedule()
@@ -85,7 +103,7 @@ class Engine:
         self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
         self._worth = compile if isinstance(compile, Worth) else None
         backend = inductor if compile is True or isinstance(compile, Worth) else compile
-        self._compiled = CompiledSum(model, backend, any_size) if backend else None
+        self._compiled = CompiledSum(model, backend, any_size, most) if backend else None
         self.recorder = Recorder(self)
 
     @property
@@ -129,7 +147,8 @@ class Engine:
     def scaled_sum(
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor | None = None, points: Points | None = None, *,
         keep: bool = False, change: Remember | None = None, singles: Mapping[int, Any] | None = None,
-        rest: Sequence[Any] = (), rows: Features | None = None,
+        rest: Sequence[Any] = (), rows: Features | None = None, found: Structure | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> ScaledSum:  # fmt: skip
         """As `dpscale.scaled_sum`.
 
@@ -139,8 +158,10 @@ class Engine:
             singles: rows that were collated alone, by their place.
             rest: other parts of the batch that these were collated with.
             rows: features of the rows, if they are known.
+            found: the structure of the model as it is now, if that is known.
+            meanwhile: may be called while a GPU is at work.
         """
-        model, found = self.model, structure(self.model)
+        model, found = self.model, structure(self.model) if found is None else found
         parameters = trainable(found)
         samples, device = batch_size(batch)
         mask = check_mask("scaled_sum", mask, samples, device)
@@ -155,52 +176,60 @@ class Engine:
         subject = Subject(model, parameters, run, loss_fn)
         looks = self._schedule.looks
         with cold_start():
-            kind, setting = self.trust(subject, found, batch, mask, rows, singles, rest)
+            compiled = self._compiled if self.compiles and change is None else None
+            shares = compiled is None and points is None
+            kind, setting, evaluated = self.trust(subject, found, batch, mask, rows, singles, rest, shares=shares)
             checked = self._schedule.looks > looks  # somebody has waited for that, and waits on
             for again in (True, False):
                 if kind in self._obstacles:
                     break
                 try:
-                    if self._compiled is not None and self.compiles and change is None:
-                        out = self._compiled(setting, run, batch, rule, mask, points, self._sites, keep=keep)
+                    if compiled is not None:
+                        out = compiled(
+                            setting, run, batch, rule, mask, points, self._sites, keep=keep, meanwhile=meanwhile
+                        )
                         if out is not None:
                             return out
                     counting = points and [(c, w) for c, w in points if c != 0]
                     with waiting("computing", on=True) if checked else nullcontext():
-                        return self._taped(parameters, run, batch, rule, mask, counting, change)
-                except UnknownOperation:
+                        evaluated = evaluated or evaluate(parameters, run, batch, self._sites, mask, counting)
+                        return self._weighed(parameters, evaluated, rule, mask, change)
+                except (UnknownOperation, PassedBy):
+                    evaluated = None
                     if again:
                         self.look(subject, batch, mask, kind, rows)
         return sum_by_sample(model, parameters, run, batch, rule, mask, points, change)
 
     def trust(
         self, subject: Subject, found: Structure, batch: Any, mask: Tensor, rows: Features | None = None,
-        singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (),
-    ) -> tuple[Any, Setting]:  # fmt: skip
+        singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (), *, shares: bool = False,
+    ) -> Trusted:  # fmt: skip
         """Look at the model if a look is due; refuse it if it must not be trained.
 
-        Returns:
-            the kind of model and loss, by which what was found is remembered; and how it is set.
+        Args:
+            shares: whether the caller computes the sum of the batch next, taped and at the model as it is: then the
+                forward and backward of that may serve as a run of the check.
         """
         setting = Setting.of(found, subject.loss_fn, batch)
         kind = code_of(subject.loss_fn), found.kinds, tuple(found.trainable), found.names
         told = setting.holding, setting.kind, found.attributes.settings, found.number
         rows = features(batch, wait=True) if rows is None else rows
         due = self._schedule.due(kind, told, setting.shapes, len(mask), rows)
-        if due is not None:
-            self.look(subject, batch, mask, kind, rows, due, singles, rest)
-            setting = Setting.of(structure(subject.model), subject.loss_fn, batch)  # as those forwards have left it
-        return kind, setting
+        if due is None:
+            return Trusted(kind, setting)
+        evaluated = self.look(subject, batch, mask, kind, rows, due, singles, rest, shares=shares)
+        setting = Setting.of(structure(subject.model), subject.loss_fn, batch)  # as those forwards have left it
+        return Trusted(kind, setting, evaluated)
 
     def look(
         self, subject: Subject, batch: Any, mask: Tensor, kind: Any, rows: Features | None = None,
-        due: Due = _LOOK, singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (),
-    ) -> None:  # fmt: skip
+        due: Due = _LOOK, singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (), *, shares: bool = False,
+    ) -> Evaluated | None:  # fmt: skip
         """Look at some rows of a batch, and remember what was found. A glance will do if it shows nothing strange."""
         available = np.flatnonzero(mask.cpu().numpy())
         if not len(available):
             self._schedule.forget()
-            return
+            return None
         number = self._schedule.looks
         start, seed = time.perf_counter(), 1_000_003 * number
         if not number:
@@ -208,23 +237,32 @@ class Engine:
         require_real(subject.parameters)
         kept = choose(rows, available, [i for i in due.first if mask[i]], ROWS, np.random.default_rng(number))
         known = self._looked.get(kind)
+        own = OwnRun(subject, batch, mask) if shares else None
+        glance = None
         try:
             with waiting("checking") if number else phase("checking"):  # later ones are short, as a rule
-                if due.thorough or known is None or known.rows < len({*kept}) or not Glance(
-                    subject, batch, kept, sites=None if kind in self._obstacles else self._sites, draws=known.draws,
-                    drops=known.drops, eps=known.eps, seed=seed,
-                )(singles or {}, rest):  # fmt: skip
+                if not due.thorough and known is not None and known.rows >= len({*kept}):
+                    glance = Glance(
+                        subject, batch, kept, sites=None if kind in self._obstacles else self._sites, seed=seed,
+                        draws=known.draws, drops=known.drops, eps=known.eps, own=own,
+                    )  # fmt: skip
+                if glance is None or not glance(singles or {}, rest):
                     look = Look(subject, batch, rows, kept, singles=singles, rest=rest, again=known is not None,
-                                seed=seed)  # fmt: skip
-                    finding = look()
-                    self._looked[kind] = Looked(len({*kept}), finding.draws, finding.drops, finding.eps)
-                    for op, site in finding.sites:
-                        self._sites.add(op, site)
-                    self._note_obstacle(kind, finding)
+                                seed=seed, own=own)  # fmt: skip
+                    self._learn(kind, look(), len({*kept}))
         except BaseException:  # whatever ended it: what was not looked at to the end is not known
             self._schedule.forget()
+            if own is not None:
+                own.drop()
             raise
-        self._schedule.looked(time.perf_counter() - start)
+        self._schedule.looked(time.perf_counter() - start - (own.seconds if own else 0.0))
+        return own.evaluated if own else None
+
+    def _learn(self, kind: Any, finding: Finding, rows: int) -> None:
+        self._looked[kind] = Looked(rows, finding.draws, finding.drops, finding.eps)
+        for op, site in finding.sites:
+            self._sites.add(op, site)
+        self._note_obstacle(kind, finding)
 
     def _note_obstacle(self, kind: Any, finding: Finding) -> None:
         known = self._obstacles.get(kind)
@@ -239,14 +277,11 @@ class Engine:
                     "rows of its own and run the same operations for every batch.", finding.obstacle,
                 )  # fmt: skip
 
-    def _taped(
-        self, parameters: Mapping[str, Tensor], run: Callable[[Any], Tensor], batch: Any, rule: Scaling, mask: Tensor,
-        points: Points | None, change: Remember | None,
+    def _weighed(
+        self, parameters: Mapping[str, Tensor], evaluated: Evaluated, rule: Scaling, mask: Tensor,
+        change: Remember | None,
     ) -> ScaledSum:  # fmt: skip
-        try:
-            tapes, grads, losses = evaluate(parameters, run, batch, self._sites, mask, points)
-        except PassedBy as error:
-            raise UnknownOperation from error
+        tapes, grads, losses = evaluated
         with exactly(mask.device):
             try:
                 forms = gradients(tapes, grads)

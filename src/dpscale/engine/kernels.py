@@ -342,25 +342,46 @@ if triton is not None:
     ):  # fmt: skip
         """`_products_kernel` for one tap and mode "weigh", with blocks that the memory's own engine fetches.
 
-        The loop over one sample's positions does nothing but multiply, so that products follow each other without a
-        wait. Past the last position and column a block is zero.
+        Samples of weight 0 are as a rule those at the end of a batch. Then the loop over all others is one: blocks of
+        the next sample are on their way while the last one's are multiplied. Past the last position and column a block
+        is zero.
         """
         tile = tl.program_id(0)
         part = tl.program_id(1)
         o0 = tile // tiles_c * BO
         c0 = tile % tiles_c * BC
+        count = tl.full((), 0, tl.int32)  # of samples that have a weight, and where the last of them ends
+        last = tl.full((), 0, tl.int32)
+        for start in range(0, samples, 128):
+            places = start + tl.arange(0, 128)
+            there = tl.load(weights + places, mask=places < samples, other=0.0) != 0.0
+            count += tl.sum(there.to(tl.int32), 0)
+            last = tl.maximum(last, tl.max(tl.where(there, places + 1, 0), 0))
         first = part * each
+        end = tl.minimum(first + each, last)
         acc = tl.zeros((BO, BC), dtype=tl.float32)
-        weight = tl.full((), 1.0, tl.float32)
-        for b in range(first, tl.minimum(first + each, samples)):
-            given = tl.load(weights + b)
-            now = tl.where(given != 0.0, given, weight)
-            acc *= weight / now
-            weight = now
-            for chunk in tl.range(0, tl.where(given != 0.0, chunks, 0), num_stages=STAGES):
+        weight = tl.full((), 1.0, tl.float32)  # acc holds the weighted sum of the samples so far, divided by this
+        if count == last:
+            for turn in tl.range(0, tl.maximum(end - first, 0) * chunks, num_stages=STAGES):
+                b = first + turn // chunks
+                chunk = turn % chunks
+                if chunk == 0:
+                    now = tl.load(weights + b)
+                    acc *= weight / now
+                    weight = now
                 g_tile = g.load([b, chunk * BK, o0]).reshape(BK, BO)
                 x_tile = x.load([b, chunk * BK, c0]).reshape(BK, BC)
                 acc = tl.dot(tl.trans(g_tile), x_tile, acc)
+        else:
+            for b in range(first, end):
+                given = tl.load(weights + b)
+                now = tl.where(given != 0.0, given, weight)
+                acc *= weight / now
+                weight = now
+                for chunk in tl.range(0, tl.where(given != 0.0, chunks, 0), num_stages=STAGES):
+                    g_tile = g.load([b, chunk * BK, o0]).reshape(BK, BO)
+                    x_tile = x.load([b, chunk * BK, c0]).reshape(BK, BC)
+                    acc = tl.dot(tl.trans(g_tile), x_tile, acc)
         os = o0 + tl.arange(0, BO)
         cs = c0 + tl.arange(0, BC)
         where = out + part.to(tl.int64) * outputs * channels + os.to(tl.int64)[:, None] * channels + cs[None, :]
@@ -472,7 +493,7 @@ def _launch_rows(x: Tensor, g: Tensor, weights: Tensor, out: Tensor, parts: int)
     launch: Any = _weigh_rows_kernel[(-(-outputs // bo) * tiles_c, parts)]
     launch(
         *blocks, weights, out, samples, -(-samples // parts), -(-positions // bk), tiles_c, outputs, channels,
-        BO=bo, BC=bc, BK=bk, STAGES=3, num_warps=warps,
+        BO=bo, BC=bc, BK=bk, STAGES=3, num_warps=4 if x.element_size() == 2 else warps,
     )  # fmt: skip
 
 
@@ -488,13 +509,19 @@ def _weighted_parts(x: Tensor, g: Tensor, window: Sequence[int]) -> int:
     They serve any number of samples: there may be runs of none.
     """
     samples = example_size(x.shape[0])
-    bo, bc, *_ = _shape(x.shape[-1], g.shape[-1], x.element_size())
+    bo, bc, bk, _ = _shape(x.shape[-1], g.shape[-1], x.element_size())
     tiles = window[0] * window[1] * -(-g.shape[-1] // bo) * -(-x.shape[-1] // bc)
     places = 2 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 8
     choices = sorted({-(-samples // each) for each in range(1, samples + 1)})
+    in_rows = list(window) == POINT.numbers() and x.shape[1] == 1
+    chunks, numbers = -(-x.shape[2] // bk), g.shape[-1] * x.shape[-1]
 
     def cost(parts: int) -> float:  # rounds of programs, the samples that each goes through, and the sums to add up
-        return -(-tiles * parts // places) * (-(-samples // parts) + 1) + 0.05 * parts * tiles / places
+        rounds, each = -(-tiles * parts // places), -(-samples // parts)
+        if not in_rows:
+            return rounds * (each + 1) + 0.05 * parts * tiles / places
+        pace = 0.5 if tiles * parts <= places // 2 else 0.72  # microseconds on an H200; two programs share a processor
+        return rounds * (each * chunks * pace + 4) + (0 if parts == 1 else 3 + (parts + 1) * numbers / 9e5)
 
     return min(choices, key=cost)
 

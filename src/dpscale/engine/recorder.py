@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from dpscale.engine.arguments import check_losses, trainable
@@ -147,6 +148,9 @@ class Recorder:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._waiting or not torch.is_grad_enabled() or Watched.count:
             return
+        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+            self._obstacle = "it is given a PackedSequence, whose rows are time steps and not samples"
+            return
         flat, spec = tree_flatten((args, kwargs))
         sizes = {len(t) for t in flat if isinstance(t, Tensor) and t.ndim}
         count = next(iter(self._waiting.keys() & sizes), None)
@@ -164,7 +168,7 @@ class Recorder:
         found = structure(model)
         subject = Subject(model, trainable(found), run)
         mask = torch.ones(samples, dtype=torch.bool)
-        kind, _ = self._engine.trust(subject, found, batch, mask, self._waiting[count])
+        kind = self._engine.trust(subject, found, batch, mask, self._waiting[count]).kind
         self._obstacle = self._engine.obstacle(kind)
         if self._obstacle is None:
             tape = Tape(subject.parameters, None, self._engine.sites, samples, lenient=True)

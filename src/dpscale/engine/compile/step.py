@@ -14,6 +14,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -97,6 +98,7 @@ class Compiled:
         batch, mask: an example; the shapes of all that follow.
         backend: what compiles the traced graph.
         any_size: leave the number of rows open; about how many they are as a rule. 0: as many as in the example.
+        most: about how many they are at most.
     """
 
     def __init__(
@@ -110,8 +112,9 @@ class Compiled:
         mask: Tensor,
         backend: Backend,
         any_size: int = 0,
+        most: int = 0,
     ) -> None:
-        self._points = list(points)
+        self._points, self._most = list(points), most if any_size else 0
         self._held = list(constants)
         self.names = list(parameters)
         self._coefficients = torch.ones(len(points), dtype=torch.float64, device=mask.device)
@@ -131,7 +134,9 @@ class Compiled:
             tapes, grads, losses = evaluate(list(zip(coefficients.unbind(), values, strict=True)), whole, mask)
             with exactly(mask.device):
                 out, _ = weigh(gradients(tapes, grads), formula, mask, parameters, losses, publish=publish)
-            return *out.grads.values(), out.norms, out.weights, losses
+            of_samples = torch.promote_types(out.norms.dtype, losses.dtype)
+            told = torch.stack([t.to(of_samples) for t in (out.norms, out.weights, losses)])
+            return *out.grads.values(), told
 
         self._flag = FiniteFlag(mask.device)
         data = [leaves[k] for k in self._tensors]
@@ -153,6 +158,7 @@ class Compiled:
         self._open = graph if any_size else None
         self._takes = {len(mask): not any_size or holds_for(graph, len(mask))}
         self._replays: dict[int, Callable[[list[Tensor]], Any]] = {}
+        self._buffers: list[Tensor] = []  # of the graphs' inputs, for the largest batch
         self._pool = torch.cuda.graph_pool_handle() if mask.is_cuda else None
 
     def takes(self, rows: int) -> bool:
@@ -162,7 +168,7 @@ class Compiled:
         return self._takes[rows]
 
     def __call__(self, batch: Any, mask: Tensor, coefficients: Sequence[float]) -> list[Tensor]:
-        """The gradients by name, the norms, the weights and the losses of a batch of the example's shape.
+        """The gradients by name, and (3, B) norms, weights and losses of a batch of the example's shape.
 
         On CUDA these are the graph's own buffers: the next replay overwrites them.
         """
@@ -206,15 +212,23 @@ class Compiled:
         rows = len(batch[-1])
         if rows not in self._replays:
             with phase("recording"), torch.no_grad(), torch.cuda.device(batch[-1].device):
+                if rows < self._most and not self._replays and self.takes(self._most):
+                    # The largest first: all others find room in its memory.
+                    places = torch.arange(self._most, device=batch[-1].device) % rows
+                    with suppress(torch.OutOfMemoryError):  # it may never come
+                        self._replays[self._most] = self._recorded([t[places] for t in batch])
                 self._replays[rows] = self._recorded(batch)
         return self._replays[rows]
 
     def _recorded(self, batch: list[Tensor]) -> Callable[[list[Tensor]], Any]:
         """The compiled step at one size as a CUDA graph over buffers of its own; parameters are read where they are.
 
-        The graphs of all sizes share their memory, that of their answers too: one of them runs at a time.
+        The graphs of all sizes share their memory, that of inputs and answers too: one of them runs at a time.
         """
-        static = [t.clone() for t in (*self._laid_out(batch[:-1]), batch[-1])]
+        rows = len(batch[-1])
+        if not self._buffers or rows > len(self._buffers[-1]):
+            self._buffers = [t.clone() for t in (*self._laid_out(batch[:-1]), batch[-1])]
+        static = [buffer[:rows] for buffer in self._buffers]
         inputs = [*self._values(), *static]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -227,6 +241,8 @@ class Compiled:
             # Other threads may go on meanwhile, such as one that pins the memory of the next batches.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), self._flag.listening():
                 outputs = self._run(*inputs)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # an operation that cannot be recorded: compiled, but launched one by one
             log.info("dpscale: not replayed as a CUDA graph (%s)", str(error).splitlines()[0])
             return self._launched
@@ -330,16 +346,17 @@ class CompiledSum:
         model: its parameters must keep their storage, as they do under any torch optimizer.
         backend: what compiles the traced graph.
         any_size: try to compile once for batches of any size, by the example of so many rows.
+        most: about the most that come.
     """
 
-    def __init__(self, model: nn.Module, backend: Backend, any_size: int = 0) -> None:
-        self._model, self._backend, self._any_size = weakref.ref(model), backend, any_size
+    def __init__(self, model: nn.Module, backend: Backend, any_size: int = 0, most: int = 0) -> None:
+        self._model, self._backend, self._any_size, self._most = weakref.ref(model), backend, any_size, most
         self._known: dict[_Key, _Known] = {}
         self._made, self._explained, self._switched = 0, False, 0
 
     def __call__(
         self, setting: Setting, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites,
-        *, keep: bool = False,
+        *, keep: bool = False, meanwhile: Callable[[], None] | None = None,
     ) -> ScaledSum | None:  # fmt: skip
         """As `dpscale.scaled_sum`; None where the eager path must be asked.
 
@@ -350,16 +367,18 @@ class CompiledSum:
                 Points that do not count yet have the coefficient 0.
             sites: where the samples are.
             keep: copy the gradients. Without it they may be buffers that the next call overwrites.
+            meanwhile: called while a GPU is at work.
         """
         with cold_start():
             compiled = self._compiled(setting, run, batch, rule, mask, points, sites)
         if compiled is None:
             return None
         outputs = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]])
-        grads = dict(zip(compiled.names, outputs, strict=False))
-        norms, weights, losses = (t.clone() for t in outputs[len(grads) :])
-        if keep:
-            grads = {n: g.clone() for n, g in grads.items()}
+        *sums, told = outputs
+        grads = {n: g.clone() if keep else g for n, g in zip(compiled.names, sums, strict=True)}
+        norms, weights, losses = told.clone().unbind()
+        if meanwhile is not None and mask.is_cuda:
+            meanwhile()
         if not compiled.all_finite():  # a rare sample needs the second look
             return None
         # All are finite, so none was ignored: said on the CPU, where it can be read without waiting.
@@ -417,7 +436,9 @@ class CompiledSum:
         weights = [w for _, w in points] if points else [parameters]
         try:
             with untouched(model):
-                return Compiled(parameters, weights, found.constants, at, rule, batch, mask, self._backend, any_size)
+                return Compiled(
+                    parameters, weights, found.constants, at, rule, batch, mask, self._backend, any_size, self._most
+                )
         except Exception as error:
             if not any_size and isinstance(error, (UnknownOperation, UnsupportedModel)):
                 raise

@@ -8,6 +8,7 @@ for each met operation its inputs and the edge of the autograd graph at its outp
 that edge is all a rule needs. Nothing is hung on parameters, and no hook depends on the order of anything.
 """
 
+import hashlib
 import re
 import sys
 import types
@@ -97,6 +98,17 @@ class OpName(NamedTuple):
 @cache
 def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "#", name)
+
+
+_LONGEST = 500
+_LETTERS = str.maketrans("0123456789", "ghijklmnop")  # so that nothing of it is taken for the number of a layer
+
+
+def _short(name: str) -> str:
+    """The same name, or one that stands for it: names of functions of functions grow beyond all bounds."""
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[:80]}…{hashlib.sha256(name.encode()).hexdigest().translate(_LETTERS)}"
 
 
 Shared = tuple[OpName, list[Tensor]]
@@ -448,7 +460,7 @@ class Tape(ParameterOps):
     ) -> str:
         """Record a function of parameters; with ``met``, later operations on it are met as on a parameter."""
         key = ""
-        name = f"{getattr(op.function, '__name__', '?')}({', '.join(op.names)})"
+        name = _short(f"{getattr(op.function, '__name__', '?')}({', '.join(op.names)})")
         self._made[name] += 1  # not the ordinal: ``w[0]`` and ``w[..., 1]``, ``w.t()`` and ``torch.t(w)`` share a name
         for k, t in enumerate(tree_flatten(out)[0]):
             if isinstance(t, Tensor) and t.requires_grad:

@@ -18,7 +18,9 @@ from dpscale.engine.tape.tape import Tape
 Place = tuple[GradientEdge, Callable[[Tensor], Tensor]]
 """Where a gradient arrives, and what puts its samples first."""
 
-POWERS = 6
+POWERS, OF_HALVES = 32, 6
+"""Weights to choose from; of 16-bit floats with a short range, few: neither end may leave it."""
+
 _OFF, _COARSE = 1e-3, 0.06
 
 
@@ -31,33 +33,44 @@ def insides(tape: Tape) -> list[Place]:
     ]
 
 
-def arrived(losses: Tensor, places: Sequence[Place], i: int) -> list[Tensor | None]:
-    """What the loss of sample i sends to its own rows, place by place."""
-    targets: Any = [edge for edge, _ in places]
-    seed = torch.zeros_like(losses)
-    seed[i] = 1.0
-    grads = _grad(losses, targets, seed) if targets else ()
+def arrived(losses: Tensor, places: Sequence[Place]) -> Sequence[Tensor | None]:
+    """What all losses together send to each place."""
+    return _grad(losses, [edge for edge, _ in places], torch.ones_like(losses)) if places else ()
+
+
+def own_part(grads: Sequence[Tensor | None], places: Sequence[Place], i: int) -> list[Tensor | None]:
+    """What arrived in the rows of sample i, place by place."""
     return [None if g is None else rows(g)[i] for g, (_, rows) in zip(grads, places, strict=True)]
 
 
-def _grad(losses: Tensor, targets: Any, seed: Tensor) -> Sequence[Tensor | None]:
+def _grad(losses: Tensor, targets: Any, seed: Tensor, keep: bool = True) -> Sequence[Tensor | None]:
     grads: Sequence[Tensor | None]
-    grads = torch.autograd.grad([losses], targets, [seed], retain_graph=True, allow_unused=True)
+    grads = torch.autograd.grad([losses], targets, [seed], retain_graph=keep, allow_unused=True)
     return grads
 
 
-def misplaced(losses: Tensor, places: Sequence[Place], seed: int) -> int | None:
+def misplaced(
+    losses: Tensor, places: Sequence[Place], seed: int, plain: Sequence[Tensor | None] | None = None,
+    mask: Tensor | None = None, keep: bool = True,
+) -> int | None:  # fmt: skip
     """A sample in whose rows something else arrives than its own loss sends; None if there is none.
 
     To rounding: kernels of a GPU add up in another order each time. The weights are farther apart than that.
+
+    Args:
+        losses: (B,).
+        places: where to look.
+        seed: for the weights.
+        plain: what arrives there without weights, if that is known.
+        mask: (B,): losses that count there.
+        keep: whether there are backwards to come.
     """
     if not places:
         return None
-    targets: Any = [edge for edge, _ in places]
-    chance = torch.Generator("cpu").manual_seed(seed)  # whatever the default device is
-    power = torch.randint(POWERS, losses.shape, generator=chance, device="cpu").to(losses.device)
-    weights = torch.exp2(power.double() - 2).to(losses.dtype)
-    plain, weighted = (_grad(losses, targets, w) for w in (torch.ones_like(losses), weights))
+    plain = arrived(losses, places) if plain is None else plain
+    halves = torch.float16 in {losses.dtype, *(g.dtype for g in plain if g is not None)}
+    weights = _weights(len(losses), OF_HALVES if halves else POWERS, seed).to(losses)
+    weighted = _grad(losses, [edge for edge, _ in places], weights if mask is None else weights * mask, keep)
     for one, other, (_, rows) in zip(plain, weighted, places, strict=True):
         if one is None or other is None:
             continue
@@ -76,7 +89,13 @@ def misplaced(losses: Tensor, places: Sequence[Place], seed: int) -> int | None:
     return None
 
 
+def _weights(samples: int, powers: int, seed: int) -> Tensor:
+    """Powers of two around 1, no two alike among as many samples as there are powers."""
+    chance = torch.Generator("cpu").manual_seed(seed)  # whatever the default device is
+    order = torch.randperm(samples, generator=chance, device="cpu")
+    return torch.exp2((order % powers).double() - powers // 3)
+
+
 def _largest(rows: Tensor) -> Tensor:
     """Of each row, in absolute value; not finite where one is not."""
-    largest: Tensor = torch.linalg.vector_norm(rows, float("inf"), dim=1)
-    return largest
+    return rows.abs().amax(1)  # on the CPU 20 times as fast as vector_norm with inf

@@ -27,6 +27,7 @@ from dpscale.engine.compat import has_hooks, tree_map
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import OpName, Site, Sites, Tape
 from dpscale.engine.verify.credit import insides, misplaced
+from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS, Obstacle, keeps, places
 from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped
 from dpscale.engine.verify.randomness import host_states, own_randomness
@@ -94,6 +95,17 @@ class Finding:
     eps: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """A run of the whole batch: as which others are run, its losses and what it left behind, where its random numbers
+    began, and whether gradients arrived in rows that they are not of."""
+
+    mode: Callable[[], Any]
+    ours: tuple[Tensor, Any] | None = None
+    start: list[Any] | None = None
+    astray: bool = False
+
+
 class Look:
     """One look at a subject.
 
@@ -106,14 +118,16 @@ class Look:
         rest: other parts of the batch that these were collated with.
         again: whether such a model was looked at before, at all `SEEDS` if it draws.
         seed: for the runs, and for the choice of company. Apart from anything private.
+        own: the run of the step itself, if that may be one of the whole batch.
     """
 
     def __init__(
         self, subject: Subject, batch: Any, rows: Features | None, kept: Sequence[int], *,
         singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (), again: bool = False, seed: int = 0,
+        own: OwnRun | None = None,
     ) -> None:  # fmt: skip
         self._subject, self._batch, self._features = subject, batch, rows
-        self._kept, self._singles, self._again, self._seed = list(kept), singles or {}, again, seed
+        self._kept, self._singles, self._again, self._seed, self._own = list(kept), singles or {}, again, seed, own
         self._ahead, self._draws, self._rest = 0, False, list(rest)
         self._afresh = False  # whether generators of the model's own start anew, too
         self._rng = np.random.default_rng(seed)
@@ -131,6 +145,7 @@ class Look:
                     finding = self._look()
                 except DrewUnseen:  # once more, with every operation seeded
                     self._surroundings.restore()
+                    self._give_up_own()
                     self._seeded = True
                     finding = self._look()
         finally:
@@ -169,6 +184,7 @@ class Look:
             self._check_credit(base, sites, arrived, plain)
             self._whole_batch(base, losses, sites)
         except Obstacle as obstacle:
+            self._give_up_own()
             self._whole_batch(base, losses)
             return Finding((), str(obstacle), obstacle.lasting)
         if self._moved is not None:  # by a little, and its rows are where they were
@@ -185,9 +201,13 @@ class Look:
     def _numbered(self, **options: Any) -> Numbered:
         return Numbered(self._each, **options)
 
-    def _run(self, mode: Any, data: Any) -> Tensor:
-        """The losses of a batch, with all randomness its own."""
-        with own_randomness(self._seed), torch.enable_grad(), mode:
+    def _give_up_own(self) -> None:
+        if self._own is not None:
+            self._own.drop()
+
+    def _run(self, mode: Any, data: Any, start: list[Any] | None = None) -> Tensor:
+        """The losses of a batch, with all randomness its own; or with the random numbers from a state on."""
+        with own_randomness(self._seed if start is None else start), torch.enable_grad(), mode:
             if self._ahead:
                 self._surroundings.count_ahead(self._ahead)
             if self._afresh:
@@ -300,41 +320,45 @@ class Look:
     def _whole_batch(self, base: Any, few: Tensor, sites: Sequence[Site] | None = None) -> None:
         """In the whole batch, too, rows keep their losses when the others become copies of one, and gradients arrive in
         the rows that they are of, whatever the others send."""
-        wrong, losses = None, None
-        mode: Callable[[], Any] = self._numbered
-        if sites is not None:
-            known = Sites()
-            for call, site in zip(base.calls, sites, strict=True):
-                known.add(call.op, site)
-            taped = partial(Tape, self._subject.parameters, None, known, self._samples, lenient=True)
-            tape = taped()
-            losses = self._run(tape, self._batch)
-            if not tape.lost and losses.requires_grad:  # what these rows have not met is looked at when it comes
-                wrong = misplaced(losses, insides(tape), self._seed)
-            if base.draws_freely:  # numbers are the same for all companies only if each operation is seeded
-                losses = None
-                self._surroundings.restore()
-            else:
-                mode = taped
+        whole = _Whole(self._numbered) if sites is None else self._taped_whole(base, sites)
         if self._samples > 1:
-            self._whole_company(mode, losses, base, few)
-        self._surroundings.restore()
-        if wrong is not None:
+            self._whole_company(whole, base, few)
+        if whole.astray:
             raise Obstacle("what arrives in a row is not of that row's loss alone: rows change places, or meet")
 
-    def _whole_company(self, mode: Callable[[], Any], losses: Tensor | None, base: Any, few: Tensor) -> None:
+    def _taped_whole(self, base: Probe, sites: Sequence[Site]) -> "_Whole":
+        known = Sites()
+        for call, site in zip(base.calls, sites, strict=True):
+            known.add(call.op, site)
+        taped = partial(Tape, self._subject.parameters, None, known, self._samples, lenient=True)
+        if self._own is not None and not base.draws_freely:
+            run = self._own(known, self._surroundings, self._seed)
+            if run is not None:
+                return _Whole(taped, (run.losses, run.left), self._own.before, run.astray)
+        tape = taped()
+        losses = self._run(tape, self._batch)
+        astray = False
+        if not tape.lost and losses.requires_grad:  # what these rows have not met is looked at when it comes
+            astray = misplaced(losses, insides(tape), self._seed) is not None
+        left = self._surroundings.left_behind()
+        if base.draws_freely:  # numbers are the same for all companies only if each operation is seeded
+            return _Whole(self._numbered, astray=astray)
+        return _Whole(taped, (losses, left), astray=astray)
+
+    def _whole_company(self, whole: "_Whole", base: Any, few: Tensor) -> None:
         """Some rows of the whole batch among copies of one, and as they were among few. To rounding: rows that are
         packed are of other shapes."""
-        losses = self._run(mode(), self._batch) if losses is None else losses
-        left = self._surroundings.left_behind()
-        keep = sorted(set(self._kept[: max(1, self._samples // 2)]))
-        data = replaced(self._batch, take(self._batch, [self._kept[0]] * self._samples), keep)
-        others = self._run(mode(), data)
-        theirs = self._surroundings.left_behind()
-        for i in keep:
-            if not same(losses[i], others[i]) and not near(losses[i], others[i], losses, base.eps, rounding(base.eps)):
-                self._refuse(self._batch, data, i)
-        self._surroundings.compare(left, theirs)
+        losses, left = whole.ours or (self._run(whole.mode(), self._batch), self._surroundings.left_behind())
+        several, last = sorted(set(self._kept[: max(1, self._samples // 2)])), self._kept[-1]
+        # The second is that of a glance, which may have seen something there.
+        for keep, other in [(several, self._kept[0]), ([last], last)][: 1 + self._again]:
+            data = replaced(self._batch, take(self._batch, [other] * self._samples), keep)
+            others = self._run(whole.mode(), data, whole.start)
+            theirs = self._surroundings.left_behind()
+            for i in keep:
+                if not near(losses[i], others[i], losses, base.eps, rounding(base.eps)):
+                    self._refuse(self._batch, data, i)
+            self._surroundings.compare(left, theirs)
         if base.draws_freely or self._draws or self._own_draws:
             return
         if base.drops:  # as among few: without dropout

@@ -56,6 +56,14 @@ def _undropped(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return func(*args, **kwargs)
 
 
+def _drops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a dropout would drop anything."""
+    if getattr(func, "__name__", "") not in _DROPOUT:
+        return False
+    p, train = (*args[1:3], *(kwargs.get(name, True) for name in ("p", "train")[len(args[1:3]) :]))
+    return bool(train) and bool(p)
+
+
 class DrewUnseen(Exception):
     """A run that was thought to draw nothing has drawn random numbers."""
 
@@ -158,7 +166,7 @@ class Numbered(ParameterOps):
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it; dropout is left out."""
-        self.drops |= getattr(func, "__name__", "") in _DROPOUT
+        self.drops |= _drops(func, args, kwargs)
         return _undropped(func, args, kwargs)
 
     def drawn_inside(self) -> None:

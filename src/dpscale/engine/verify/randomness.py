@@ -10,13 +10,20 @@ import torch
 
 
 @contextmanager
-def own_randomness(seed: int) -> Iterator[None]:
-    """Runs in here draw from ``seed`` and leave all generators, and autocast's cache, as they were."""
+def own_randomness(start: int | list[Any]) -> Iterator[None]:
+    """Runs in here leave all generators, and autocast's cache, as they were.
+
+    Args:
+        start: a seed that they draw from, or `random_states` that they begin at.
+    """
     states = random_states()
     try:
-        random.seed(seed)
-        np.random.seed(seed)
-        seed_torch(seed)
+        if isinstance(start, list):
+            set_random_states(start)
+        else:
+            random.seed(start)
+            np.random.seed(start)
+            seed_torch(start)
         yield
     finally:
         set_random_states(states)

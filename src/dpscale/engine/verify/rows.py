@@ -52,7 +52,7 @@ class Novelty:
         self._range: Features | None = None
         self._margin = np.zeros(0)
         self._few = np.zeros(0, dtype=np.int64)  # features of few values, and those values in a table
-        self._table = np.zeros((FEW, 1, 0))
+        self._table = np.zeros((1, 1, 0))
 
     def new(self, rows: Features) -> tuple[NDArray[np.int64], bool]:
         """Numbers of the rows that are like none before, the farthest from those first, all of them at first; and
@@ -60,10 +60,11 @@ class Novelty:
         if self._range is None or self._range.shape[1] != rows.shape[1]:
             return np.arange(len(rows)), True
         low, high = self._range
-        beyond = ((rows < low - self._margin) | (rows > high + self._margin)).any(1)
         strange = (rows[:, self._few] != self._table).all(0).any(1)
-        if not (beyond | strange).any():
+        least, most = low - self._margin, high + self._margin
+        if (rows.min(0) >= least).all() and (rows.max(0) <= most).all() and not strange.any():  # as nearly always
             return np.zeros(0, dtype=np.int64), False
+        beyond = ((rows < least) | (rows > most)).any(1)
         out = np.maximum(low - rows, rows - high).clip(0) / np.maximum(high - low, 1e-9 * np.abs(high) + 1e-200)
         new = np.flatnonzero(strange | beyond)
         far = out[new].max(1)
@@ -81,7 +82,8 @@ class Novelty:
                 values.update(range(FEW + 1) if many else found[: FEW + 1].tolist())
         few = np.array([len(values) <= FEW for values in self._values])
         self._few = np.flatnonzero(few)
-        self._table = np.array([(list(self._values[k]) * FEW)[:FEW] for k in self._few]).reshape(-1, FEW).T[:, None]
+        most = max((len(self._values[k]) for k in self._few), default=1)
+        self._table = np.array([(list(self._values[k]) * most)[:most] for k in self._few]).reshape(-1, most).T[:, None]
         # Of many values there is always a next extreme.
         self._margin = np.where(few, 0.0, 0.1 * (self._range[1] - self._range[0]))
 

@@ -93,11 +93,13 @@ class Surroundings:
 
     def left_behind(self) -> dict[str, Any] | None:
         """What a run has left, as `now` has it, or None if it changed nothing. All is put back."""
-        left = self.now() if self._touched() else None
-        self.require_parameters_kept(self.restore())
+        if not self.touched():
+            return None
+        left = self.now()
+        self.require_parameters_kept(self._put_back(thorough=False))
         return left
 
-    def _touched(self) -> bool:
+    def touched(self) -> bool:
         """Whether anything may be another than it was; without a walk, which takes longer than a small forward."""
         return (
             self._too_large
@@ -145,8 +147,9 @@ class Surroundings:
         Args:
             thorough: compare large parameters by value too, not only by how often they were written.
         """
-        if not thorough and not self._touched():
-            return []
+        return self._put_back(thorough) if thorough or self.touched() else []
+
+    def _put_back(self, thorough: bool) -> list[str]:
         for module, name, count in self._counts:
             if type(vars(module).get(name)) is int and vars(module)[name] != count:
                 COUNTED.setdefault(module, set()).add(name)
