@@ -17,7 +17,10 @@ from torch.utils.data import TensorDataset
 
 import dpscale
 from dpscale.noise import Key, Noise
+from dpscale.secure_noise import SecureNoise
 
+SOURCES = {"fast": Noise, "secure": SecureNoise}
+every_source = pytest.mark.parametrize("source", SOURCES)
 FALSE_FAILURE = 1e-6
 WIDTH = 200_000
 
@@ -44,14 +47,14 @@ class Wide(nn.Module):
         return x[:, 0] * 0 * self.w[0]
 
 
-def released(micro_batch, sampling, how, steps=1):
+def released(micro_batch, sampling, how, steps=1, source="fast"):
     """The private gradients of a whole run, times the expected batch: the noisy sums."""
     torch.manual_seed(0)
     model = Wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     rule = dpscale.PSASC(C=0.3, s=0.5, r=0.01)
     plan = dpscale.Plan(scaling=rule, sampling=sampling, steps=steps, noise_multiplier=1.3)
-    private = dpscale.privatize(model, optimizer, plan, seed=5, micro_batch=micro_batch)
+    private = dpscale.privatize(model, optimizer, plan, seed=5, micro_batch=micro_batch, noise=source)
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(model.w.grad * sampling.batch))
     for (x,) in private.batches(TensorDataset(torch.ones(40, 1))):
@@ -64,21 +67,23 @@ def released(micro_batch, sampling, how, steps=1):
     return seen, plan.noise_std
 
 
+@every_source
 @pytest.mark.parametrize("how", ["step", "backward"])
 @pytest.mark.parametrize("micro_batch", [None, 3], ids=["one-batch", "micro-batches"])
 @pytest.mark.parametrize(
     "sampling", [dpscale.Poisson(size=40, batch=10), dpscale.FullBatch(size=40)], ids=lambda s: type(s).__name__
 )
-def test_noise_on_the_sum_is_sigma_times_bound(how, micro_batch, sampling):
-    (noise,), std = released(micro_batch, sampling, how)
+def test_noise_on_the_sum_is_sigma_times_bound(how, micro_batch, sampling, source):
+    (noise,), std = released(micro_batch, sampling, how, source=source)
     assert std == pytest.approx(1.3 * 0.3 / 0.5)
     assert accepts(noise, std)
     assert not accepts(noise, 0.97 * std)
     assert not accepts(noise, 1.03 * std)
 
 
-def test_noise_is_fresh_at_every_step():
-    noises, std = released(None, dpscale.Poisson(size=40, batch=10), "step", steps=3)
+@every_source
+def test_noise_is_fresh_at_every_step(source):
+    noises, std = released(None, dpscale.Poisson(size=40, batch=10), "step", steps=3, source=source)
     assert len(noises) == 3
     for a in range(3):
         assert accepts(noises[a], std)
@@ -87,22 +92,25 @@ def test_noise_is_fresh_at_every_step():
             assert abs(correlation) < 6 / np.sqrt(WIDTH)
 
 
-def test_an_empty_batch_is_noise_alone():
+@every_source
+def test_an_empty_batch_is_noise_alone(source):
     sums = {"w": torch.zeros(WIDTH)}
-    Noise(Key(1)).add(sums, 2.0, 1)
+    SOURCES[source](Key(1)).add(sums, 2.0, 1)
     assert accepts(sums["w"], 2.0)
 
 
-def test_noise_is_independent_between_parameters():
+@every_source
+def test_noise_is_independent_between_parameters(source):
     noisy = {"a": torch.zeros(WIDTH), "b": torch.zeros(WIDTH)}
-    Noise(Key(1)).add(noisy, 1.0, 1)
+    SOURCES[source](Key(1)).add(noisy, 1.0, 1)
     assert abs(torch.corrcoef(torch.stack([noisy["a"], noisy["b"]]))[0, 1]) < 6 / np.sqrt(WIDTH)
 
 
-def test_shards_have_noise_of_their_own():
+@every_source
+def test_shards_have_noise_of_their_own(source):
     noises = []
     for shard in (None, 0, 1, 10):
-        Noise(Key(1)).add(sums := {"w": torch.zeros(WIDTH)}, 1.0, 1, shard)
+        SOURCES[source](Key(1)).add(sums := {"w": torch.zeros(WIDTH)}, 1.0, 1, shard)
         noises.append(sums["w"])
     correlations = torch.corrcoef(torch.stack(noises)) - torch.eye(4)
     assert correlations.abs().max() < 6 / np.sqrt(WIDTH)
@@ -119,31 +127,33 @@ def test_noise_does_not_depend_on_the_number_of_a_device(monkeypatch):
     assert labels == ["noise/4/cuda", "noise/4/cuda:1"]
 
 
+@every_source
 @pytest.mark.parametrize("chunk", [10, 1 << 24])
-def test_what_is_left_of_the_last_step_does_not_change_the_next(monkeypatch, chunk):
+def test_what_is_left_of_the_last_step_does_not_change_the_next(monkeypatch, chunk, source):
     """The room for noise is kept between steps, and so are its views; sums of other shapes may come."""
-    monkeypatch.setattr("dpscale.noise.CHUNK", chunk)
+    monkeypatch.setattr(f"{SOURCES[source].__module__}.CHUNK", chunk)
     small, shaped, large = {"a": (8,), "b": (4, 2)}, {"a": (2, 4), "b": (4, 2)}, {"a": (30, 2), "b": (4, 2)}
-    kept = Noise(Key(1))
+    kept = SOURCES[source](Key(1))
     for step, sizes in enumerate([small, small, shaped, large, small, {"a": (7,)}], start=1):
         # Transposed, a tensor is not cut into pieces, and the room must grow.
         sums, fresh = ({n: torch.zeros(shape[::-1]).t() for n, shape in sizes.items()} for _ in range(2))
         kept.add(sums, 2.0, step)
-        Noise(Key(1)).add(fresh, 2.0, step)
+        SOURCES[source](Key(1)).add(fresh, 2.0, step)
         assert all(torch.equal(sums[n], t) and t.abs().min() > 0 for n, t in fresh.items())
 
 
+@every_source
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64, 1000])
-def test_noise_does_not_depend_on_the_chunks_it_is_drawn_in(monkeypatch, chunk):
+def test_noise_does_not_depend_on_the_chunks_it_is_drawn_in(monkeypatch, chunk, source):
     """Every entry gets its own number of the stream, once, whether tensors are cut into pieces or share a chunk."""
 
     def noise():
         tensors = {"a": torch.zeros(60), "b": torch.zeros(5, 3).t(), "c": torch.zeros(()), "d": torch.zeros(8, 9)}
-        Noise(Key(1)).add(tensors, 2.0, 1)
+        SOURCES[source](Key(1)).add(tensors, 2.0, 1)
         return tensors
 
     whole = noise()
-    monkeypatch.setattr("dpscale.noise.CHUNK", chunk)
+    monkeypatch.setattr(f"{SOURCES[source].__module__}.CHUNK", chunk)
     parts = noise()
     assert all(torch.equal(parts[name], t) for name, t in whole.items())
     assert len(torch.cat([t.flatten() for t in whole.values()]).unique()) == 60 + 15 + 1 + 72
@@ -207,9 +217,10 @@ def test_bad_seed_is_named():
         Key(1.5)
 
 
-def test_both_parts_of_complex_sums_get_noise_of_their_own():
+@every_source
+def test_both_parts_of_complex_sums_get_noise_of_their_own(source):
     sums = {"a": torch.zeros(WIDTH, dtype=torch.complex64), "b": torch.zeros(WIDTH, dtype=torch.complex128)}
-    Noise(Key(0)).add(sums, 2.0, 1)
+    SOURCES[source](Key(0)).add(sums, 2.0, 1)
     parts = [part for t in sums.values() for part in (t.real, t.imag)]
     assert all(accepts(part, 2.0) for part in parts)
     assert torch.corrcoef(torch.stack([p.double() for p in parts])).fill_diagonal_(0).abs().max() < 0.02

@@ -6,7 +6,7 @@ stream is derived from the key by a keyed hash of its label, so a step's noise d
 split nor on what ran before.
 
 The generators are fast, not cryptographic: they are statistically sound, and their states are unguessable from outside,
-but they are not proven against somebody who sees many outputs.
+but they are not proven against somebody who sees many outputs. `secure_noise` has one that is.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpscale.chances import Chances, Fast
 from dpscale.checks import require
 from dpscale.engine.compat import foreach_add_
 
@@ -69,6 +70,14 @@ class Noise:
         self.key = key
         self._rooms: dict[torch.device, _Room] = {}
 
+    def sampling(self) -> np.random.Generator:
+        """What the draws of the run come from."""
+        return self.key.generator("sampling")
+
+    def chances(self, label: str) -> Chances:
+        """Choices of their own for a label."""
+        return Fast(self.key.generator(label))
+
     def add(self, sums: Mapping[str, Tensor], std: float, step: int, shard: int | None = None) -> None:
         """Add N(0, std²) to every entry of the sums (both parts of complex ones), independently, in place.
 
@@ -87,7 +96,7 @@ class Noise:
         """
         if std == 0:
             return
-        tensors = [part for t in sums.values() for part in ((t.real, t.imag) if t.is_complex() else (t,))]
+        tensors = real_parts(sums)
         label = f"noise/{step}" if shard is None else f"noise/{step}/shard {shard}"
         met: Counter[str] = Counter()
         for device in dict.fromkeys(t.device for t in tensors):
@@ -102,6 +111,11 @@ class Noise:
                 numbers, noise = self._rooms[device].like(k, pieces)
                 draw(numbers)
                 foreach_add_(pieces, noise, alpha=std)
+
+
+def real_parts(sums: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors, of complex ones both parts."""
+    return [part for t in sums.values() for part in ((t.real, t.imag) if t.is_complex() else (t,))]
 
 
 class _Room:

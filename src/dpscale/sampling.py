@@ -17,7 +17,7 @@ by ``batch``, the *expected* size: the realised one is private.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import count
@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dpscale.chances import Chances, Source, streams
+from dpscale.chances import Indices as Indices
 from dpscale.checks import is_number, require, require_count, require_positive, settle_numbers
 
 if TYPE_CHECKING:  # it takes as long to import as torch, and sampling does without it
@@ -34,10 +36,11 @@ if TYPE_CHECKING:  # it takes as long to import as torch, and sampling does with
 Adjacency = Literal["add-remove", "replace-one", "zero-out"]
 """Which two datasets are neighbours: one sample more or less, one exchanged, or one made to contribute nothing."""
 
+Streams = Callable[[int], Chances]
+"""The choices of each step, or epoch."""
+
 Accountant = Literal["pld", "rdp"]
 """Privacy loss distributions (tight), or Rényi DP (looser, older, shown for comparison)."""
-
-Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,7 +152,7 @@ class Sampling(ABC):
             return dp_accounting.NoOpDpEvent()
         return self._compose(dp_accounting.GaussianDpEvent(noise_multiplier / self.sensitivity_factor), steps)
 
-    def draws(self, rng: np.random.Generator, *, start: int = 0, order: Indices | None = None) -> Iterator[Indices]:
+    def draws(self, rng: Source, *, start: int = 0, order: Indices | None = None) -> Iterator[Indices]:
         """The indices of step ``start``, ``start + 1``, … without end.
 
         One key is taken from ``rng``; every step (every epoch, for `Shuffled`) has its own generator under that
@@ -158,14 +161,14 @@ class Sampling(ABC):
         experiment.
 
         Args:
-            rng: the source of the key.
+            rng: the source of the key, or a `Secret`, which draws by a cryptographic generator.
             start: number of the first step.
             order: what `order` gave for the epoch of step ``start``, to go on in an epoch that another key began.
         """
         require_count(f"{type(self).__name__}.draws", "start", start, least=0)
-        return self._draws(_key(rng), start, order)
+        return self._draws(streams(rng), start, order)
 
-    def order(self, rng: np.random.Generator, step: int) -> Indices | None:
+    def order(self, rng: Source, step: int) -> Indices | None:
         """What a step that comes has in common with the one before it: the order of a shuffled epoch.
 
         None where nothing is: for independent draws, and between epochs. It is no secret, as no amplification is
@@ -173,10 +176,10 @@ class Sampling(ABC):
         """
         return None
 
-    def _draws(self, key: tuple[int, ...], start: int, order: Indices | None) -> Iterator[Indices]:
-        return (self._draw(_generator(key, step)) for step in count(start))
+    def _draws(self, of_step: Streams, start: int, order: Indices | None) -> Iterator[Indices]:
+        return (self._draw(of_step(step)) for step in count(start))
 
-    def _draw(self, rng: np.random.Generator) -> Indices:
+    def _draw(self, chances: Chances) -> Indices:
         raise NotImplementedError
 
     @abstractmethod
@@ -206,9 +209,8 @@ class Poisson(Sampling):
         """√(size · rate · (1 - rate)), as of a binomial count."""
         return math.sqrt(self.batch * (1 - self.rate))
 
-    def _draw(self, rng: np.random.Generator) -> Indices:
-        # Independent coins = a binomial count, then a uniform subset of that size; cheaper than `size` coins.
-        return _subset(rng, self.size, int(rng.binomial(self.size, self.rate)))
+    def _draw(self, chances: Chances) -> Indices:
+        return chances.coins(self.size, self.rate)
 
     def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
         import dp_accounting
@@ -231,8 +233,8 @@ class FixedSize(Sampling):
     accounted = "tight privacy loss of a Gaussian sampled without replacement, composed over the steps"
     adjacency: Adjacency = field(init=False, default="replace-one")
 
-    def _draw(self, rng: np.random.Generator) -> Indices:
-        return _subset(rng, self.size, self.batch)
+    def _draw(self, chances: Chances) -> Indices:
+        return chances.subset(self.size, self.batch)
 
     def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
         import dp_accounting
@@ -255,7 +257,7 @@ class FullBatch(Sampling):
         super().__post_init__()
         _require_adjacency(self, "add-remove", "replace-one")
 
-    def _draw(self, rng: np.random.Generator) -> Indices:
+    def _draw(self, chances: Chances) -> Indices:
         return np.arange(self.size, dtype=np.int64)
 
     def _compose(self, gaussian: "dp_accounting.GaussianDpEvent", steps: int) -> "dp_accounting.DpEvent":
@@ -279,7 +281,7 @@ class Shuffled(Sampling):
     accounted = "exact, one Gaussian release per epoch begun, no amplification by sampling"
     independent = False  # a batch that is left out brings the next epoch closer, and with it each sample's next release
     note = (
-        "NOTE: shuffled epochs get NO amplification by sampling here. The cost counts one full Gaussian release per "
+        "shuffled epochs get NO amplification by sampling here. The cost counts one full Gaussian release per "
         "epoch begun; use Poisson for a far smaller epsilon at the same noise."
     )
     adjacency: Adjacency = "zero-out"
@@ -297,18 +299,15 @@ class Shuffled(Sampling):
         """ceil(epochs · steps_per_epoch), in exact arithmetic."""
         return math.ceil(_fraction("Shuffled", epochs) * self.steps_per_epoch)
 
-    def order(self, rng: np.random.Generator, step: int) -> Indices | None:
+    def order(self, rng: Source, step: int) -> Indices | None:
         """The whole order of the epoch of ``step``, if that epoch has begun before it."""
         epoch, first = divmod(step, self.steps_per_epoch)
-        return self._order(_key(rng), epoch) if first else None
+        return streams(rng)(epoch).order(self.size) if first else None
 
-    def _order(self, key: tuple[int, ...], epoch: int) -> Indices:
-        return _generator(key, epoch).permutation(self.size)
-
-    def _draws(self, key: tuple[int, ...], start: int, order: Indices | None) -> Iterator[Indices]:
+    def _draws(self, of_epoch: Streams, start: int, order: Indices | None) -> Iterator[Indices]:
         epoch, first = divmod(start, self.steps_per_epoch)
         while True:
-            order = self._order(key, epoch) if order is None else order
+            order = of_epoch(epoch).order(self.size) if order is None else order
             for step in range(first, self.steps_per_epoch):
                 yield order[step * self.batch : (step + 1) * self.batch]
             epoch, first, order = epoch + 1, 0, None
@@ -323,20 +322,6 @@ def _fraction(owner: str, epochs: float) -> Fraction:
     # Through the decimal text, so that 0.1 epochs means 1/10 and not the binary float a little above it.
     require_positive(f"{owner}.steps", "epochs", epochs, action="Pass the number of passes over the data.")
     return Fraction(epochs) if isinstance(epochs, int) else Fraction(repr(float(epochs)))
-
-
-def _key(rng: np.random.Generator) -> tuple[int, ...]:
-    return tuple(rng.integers(0, 2**32, size=8, dtype=np.uint32).tolist())
-
-
-def _generator(key: tuple[int, ...], index: int) -> np.random.Generator:
-    # All 256 bits of the key reach the state: numpy's defaults would keep 128 of them.
-    return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([*key, index], pool_size=8)))
-
-
-def _subset(rng: np.random.Generator, size: int, samples: int) -> Indices:
-    # Sorted: the order within a batch means nothing, and sorted reads are kinder to storage.
-    return np.sort(rng.choice(size, samples, replace=False, shuffle=False)).astype(np.int64, copy=False)
 
 
 def _require_adjacency(sampling: Sampling, *allowed: Adjacency) -> None:
