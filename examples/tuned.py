@@ -14,7 +14,8 @@ x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.
 data, held_x, held_y = TensorDataset(x[:1300], y[:1300]), x[1300:], y[1300:]
 
 selection = dpscale.Selection(tries=3, score_noise=10)
-plan = dpscale.Plan(scaling=dpscale.Clip(C=1.0), sampling=dpscale.Poisson(size=1300, batch=130), epochs=2)
+sampling = dpscale.Poisson(size=1300, batch=130)
+plan = dpscale.Plan(scaling=dpscale.Clip(C=1.0), sampling=sampling, epochs=2)
 plan = selection.calibrate(plan, epsilon=3, delta=1e-5)  # of all tries together
 
 
@@ -39,5 +40,6 @@ def correct(model):  # held-out people; noise is added by tune
         return (model(held_x).argmax(1) == held_y).sum()
 
 
-found = dpscale.tune(train, {"rate": [0.5, 1, 2, 4], "s": [0.5, 0.8]}, correct, plan=plan, selection=selection)
+space = {"rate": [0.5, 1, 2, 4], "s": [0.5, 0.8]}
+found = dpscale.tune(train, space, correct, plan=plan, selection=selection)
 print(found)

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from scipy import stats
 
 import dpscale
 from dpscale import card as cards
+from dpscale.lab import records
 
-from .helpers import data, loss_fn, mlp, plan, run
+from .helpers import data, loss_fn, mlp, plan, refuse, run
 
 SAMPLERS = {
     "poisson": dpscale.Poisson(size=2000, batch=50),
@@ -29,8 +31,10 @@ def made(sampler="poisson", steps=60, **changes):
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("steps", [0, 60])
-def test_a_card_is_confirmed_by_other_code(sampler, steps):
-    card = made(sampler, steps)
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_a_card_is_confirmed_by_other_code(sampler, steps, accountant):
+    planned = plan(sampling=SAMPLERS[sampler], steps=80, noise_multiplier=4.0, delta=1e-5, accountant=accountant)
+    card = cards.make(planned, steps, 1e-5)
     assert cards.verify(json.loads(json.dumps(card.to_dict()))) == []
 
 
@@ -43,6 +47,13 @@ CHANGES = {
     "sampler": lambda c: c["mechanism"]["sampling"].update(name="full-batch"),
     "curve": lambda c: c["curve"][-1].update(pld=0.5 * c["curve"][-1]["pld"]),
     "std": lambda c: c["mechanism"].update(noise_std=1.0),
+    "bound": lambda c: c["mechanism"].update(bound=1.0, noise_std=4.0),
+    "rule": lambda c: c["mechanism"]["scaling"].update(C=0.1),
+    "adjacency": lambda c: c["guarantee"].update(adjacency="replace-one"),
+    "divisor": lambda c: c["mechanism"].update(expected_batch=49),
+    "rdp": lambda c: c["curve"][0].update(rdp=0.5 * c["curve"][0]["rdp"]),
+    "advantage": lambda c: c["attacker"].update(advantage=0.5 * c["attacker"]["advantage"]),
+    "found": lambda c: c["attacker"]["trade_off"][2].update(found_at_most=0.051),
 }
 
 
@@ -53,7 +64,7 @@ def test_a_changed_card_fails(name, again):
     changed = copy.deepcopy(made().to_dict())
     CHANGES[name](changed)
     if again:
-        changed["checksum"] = cards._checksum(changed)
+        changed["checksum"] = cards.checksum(changed)
     problems = cards.verify(changed)
     assert len(problems) >= 1 and ("checksum" in problems[0]) == (not again)
 
@@ -88,7 +99,7 @@ def test_a_run_has_a_card_of_what_it_released(tmp_path):
     found = card.to_dict()
     assert found["guarantee"]["epsilon"] == private.epsilon() and found["mechanism"]["steps_released"] == 3
     assert found["checks"]["times that the model was checked"] >= 1 and found["search"] == "none"
-    assert found["composed"]["spent"] > 0 and any("Ledger: run" in line for line in found["history"])
+    assert found["composed"]["epsilon"] > 0 and any("Ledger: run" in line for line in found["history"])
     assert "operating system" in found["randomness"] and "SGD" not in found["randomness"]
     card.save(tmp_path / "card.json")
     assert cards.verify(json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))) == []
@@ -109,3 +120,77 @@ def test_the_command_line_makes_and_verifies_cards(tmp_path):
     CHANGES["noise"](changed)
     (tmp_path / "card.json").write_text(json.dumps(changed), encoding="utf-8")
     assert "by dp-accounting it is at least" in run("verify", tmp_path / "card.json", code=1).stdout
+
+
+# -- Runs that are over ----------------------------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def test_a_record_of_the_lab_has_a_card(tmp_path):
+    words = ["card", RESULTS / "mnist.jsonl", "--method", "dp-psasc", "--seed", "0"]
+    told = run(*words, "--out", tmp_path / "card.html", "--out", tmp_path / "card.json").stdout
+    found = json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))
+    (record,) = [
+        r for r in records.load(RESULTS / "mnist.jsonl") if (r.method, r.seed, r.role) == ("dp-psasc", 0, "final")
+    ]
+    assert found["guarantee"]["epsilon"] == pytest.approx(record.epsilon, rel=1e-6) and "epsilon 3" in told
+    assert found["mechanism"]["noise_multiplier"] == record.noise_multiplier
+    assert "whoever knows it" in found["randomness"] and "not counted" in found["search"]
+    assert found["software"]["torch"] == record.versions["torch"] and found["software"]["commit"] == "unknown"
+    assert run("verify", tmp_path / "card.json").stdout.endswith("epsilon is confirmed.\n")
+    assert "<h1>Privacy card</h1>" in (tmp_path / "card.html").read_text(encoding="utf-8")
+
+
+def test_a_card_is_of_one_private_run(tmp_path):
+    assert "such runs: --method" in refuse("card", RESULTS / "mnist.jsonl")
+    assert "0 such runs: none that is private" in refuse("card", RESULTS / "mnist.jsonl", "--method", "non-private")
+    assert "There is no" in refuse("card", tmp_path / "nothing")
+    (tmp_path / "model.pt").write_bytes(b"x" * 100)
+    assert "damaged, or no checkpoint" in refuse("card", tmp_path / "model.pt")
+    assert "a .html or .json file" in refuse("card", RESULTS / "mnist.jsonl", "--method", "dp-sgd", "--seed", "0",
+                                             "--out", tmp_path / "card.pdf")  # fmt: skip
+    model = mlp()
+    free = dpscale.privatize(
+        model, torch.optim.SGD(model.parameters()), plan(noise_multiplier=None, unsafe_no_noise=True)
+    )
+    with pytest.raises(ValueError, match="must be one with noise"):
+        free.card(1e-5)
+
+
+def begun(path, **changes):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return dpscale.privatize(model, optimizer, plan(delta=1e-3, noise_multiplier=3.0), **changes)
+
+
+def test_the_card_of_a_checkpoint_is_that_of_its_run(tmp_path):
+    first = begun(tmp_path)
+    for batch in itertools.islice(first.batches(data()), 2):
+        first.step(batch, loss_fn)
+    first.save(tmp_path / "run.ckpt")
+    again = begun(tmp_path)
+    again.load(tmp_path / "run.ckpt")
+    for batch in itertools.islice(again.batches(data()), 1):
+        again.step(batch, loss_fn)
+    again.save(tmp_path / "run.ckpt")
+    found = json.loads(run("card", tmp_path, "--search", "none", "--json").stdout)
+    assert found == again.card(search="none").to_dict() and found["mechanism"]["steps_released"] == 3
+    assert "Resumed: once" in found["history"][0] and cards.verify(found) == []
+
+
+def test_a_booked_checkpoint_is_charged_as_its_ledger_says(tmp_path):
+    books = dpscale.Ledger(tmp_path / "books", epsilon=50, delta=1e-3)
+    private = begun(tmp_path, ledger=books, run="one")
+    for number, batch in enumerate(private.batches(data())):
+        private.step(batch, loss_fn)
+        if number == 1:
+            private.save(tmp_path / "run.ckpt")  # which knows of two steps
+    private.close()
+    assert "booked in a ledger as run 'one'. Pass it: --ledger" in refuse("card", tmp_path / "run.ckpt")
+    words = ["card", tmp_path / "run.ckpt", "--ledger", tmp_path / "books", "--json"]
+    found = json.loads(run(*words).stdout)
+    assert found["mechanism"]["steps_released"] == 5 and found["composed"]["run"] == "one"
+    assert found["composed"]["epsilon"] == books.spent().epsilon
+    dpscale.Ledger(tmp_path / "others", epsilon=50, delta=1e-3)
+    assert "has no run 'one'" in refuse("card", tmp_path / "run.ckpt", "--ledger", tmp_path / "others")

@@ -126,7 +126,7 @@ def test_train_books_its_run_once(path, tmp_path):
 def test_compare_books_every_try_and_every_run(path, tmp_path):
     Ledger(path, epsilon=100, delta=1e-4)
     told = ("compare", "digits", *SMALL, "--ledger", path, "--out", tmp_path / "runs", "--seeds", 2, "--workers", 1)
-    run(*told, "--methods", "dp-sgd", "--set", "grid=[1, 2]", "--set", "gamma1s=[1]")
+    run(*told, "--methods", "dp-sgd", "grid=[1, 2]", "gamma1s=[1]", "search_seeds=1", "widen=0")
     roles = [booked.name.split(", ")[3] for booked in Ledger(path).runs()]
     assert sorted(roles) == ["final", "final", "search", "search"]
     assert all(booked.charged == booked.plan["steps"] and not booked.live for booked in Ledger(path).runs())

@@ -350,7 +350,7 @@ def test_a_buffer_or_an_optimizer_of_another_kind_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": 2}, "its format has version 2, and this release reads version 1"),
+        ({"version": 1}, "its format has version 1, and this release reads version 2"),
         ({"version": torch.ones(2)}, "its format has version"),
         ({"steps_taken": -1}, r"not those of a private run \(counts\)"),
         ({"steps_taken": True}, r"not those of a private run \(counts\)"),

@@ -3,6 +3,10 @@
 import dataclasses
 import json
 import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import dp_accounting
 import numpy as np
@@ -10,9 +14,15 @@ import pytest
 import torch
 
 import dpscale
-from dpscale.tuning import Selection
+from dpscale.card_verify import checksum, verify
+from dpscale.lab import presets, runner, selection
+from dpscale.noise import Key
+from dpscale.selection import Selection
+from dpscale.tuning import Try
 
-from .helpers import data, loss_fn, mlp, plan, run
+from . import tuned_ranks
+from .helpers import data, loss_fn, mlp, plan, run, vector
+from .test_distributed import ROOT, environment
 
 ORDERS = np.concatenate([np.linspace(1.1, 10.9, 99), np.arange(11, 512)])
 LONG = plan(steps=40, noise_multiplier=2.0, delta=1e-5)
@@ -137,34 +147,163 @@ def test_a_try_under_another_plan_is_refused():
         dpscale.tune(cheaper, SPACE, lambda _: 0.0, plan=PLAN)
 
 
-def test_a_search_goes_on_where_it_was_killed(tmp_path):
-    done = []
+def test_a_try_that_is_no_run_or_of_people_unsaid_is_refused(capfd):
+    with pytest.raises(ValueError, match=r"a function that returns its Private\. Got 'NoneType' instead"):
+        dpscale.tune(lambda choice, plan: None, SPACE, lambda _: 0.0, plan=PLAN)
 
-    def counted(choice, plan):
-        if len(done) == 2:
+    def of_people(choice, plan):
+        model = mlp()
+        run = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=choice["rate"]), plan)
+        for batch in run.batches(dpscale.by_user(data(), range(60), records=2)):
+            run.step(batch, loss_fn)
+        return run
+
+    with pytest.raises(ValueError, match=r"its run has the records of the plan, None\. Got 2"):
+        dpscale.tune(of_people, SPACE, lambda _: 0.0, plan=PLAN)
+    assert Selection(tries=np.int64(3)).epsilon(PLAN, 1e-4) == Selection(tries=3).epsilon(PLAN, 1e-4)
+    assert "failed to converge" not in capfd.readouterr().err  # of orders that the accountant leaves out
+
+
+def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
+    """With the number of tries that it has; the try that was under way is spent."""
+    begun, whole = [], []
+
+    def searched(train, **changes):
+        return dpscale.tune(train, SPACE, lambda _: 0.0, plan=PLAN, selection=Selection(tries=6), seed=4, **changes)
+
+    def interrupted(choice, plan):
+        begun.append(choice)
+        if len(begun) == 3:
             raise KeyboardInterrupt
-        done.append(choice)
         return trained(choice, plan)
 
-    def search(train):
-        scores = iter(range(100))
-        return dpscale.tune(
-            train, SPACE, lambda _: float(next(scores)), plan=PLAN, selection=Selection(tries=6), seed=4,
-            folder=tmp_path,
-        )  # fmt: skip
-
     with pytest.raises(KeyboardInterrupt):
-        search(counted)
-    seen = []
-    search(lambda choice, plan: seen.append(choice) or trained(choice, plan))
-    whole = []
-    dpscale.tune(
-        lambda choice, plan: whole.append(choice) or trained(choice, plan), SPACE, lambda _: 0.0, plan=PLAN,
-        selection=Selection(tries=6), seed=4,
-    )  # fmt: skip
-    assert done + seen == whole and len(seen) >= 1
+        searched(interrupted, folder=tmp_path)
+    found = searched(interrupted, folder=tmp_path)
+    searched(lambda choice, plan: whole.append(choice) or trained(choice, plan))
+    assert begun == whole and len(whole) > 3
+    assert "Resumed: once" in found.card().values["history"][0]
+    assert searched(interrupted, folder=tmp_path).score == found.score and begun == whole  # all is done: nothing more
     with pytest.raises(ValueError, match="It holds another one"):
         dpscale.tune(trained, {"rate": [1.0], "s": [1.0]}, lambda _: 0.0, plan=PLAN, folder=tmp_path)
+
+
+SEARCH = Selection(tries=4, score_noise=20.0)
+COST = SEARCH.epsilon(PLAN, 1e-4)
+
+
+def booked(folder, train=trained, run=None, place="search", **changes):
+    books = dpscale.Ledger(folder / "books", epsilon=1.5 * COST, delta=1e-4)
+    return books, lambda: dpscale.tune(
+        train, SPACE, lambda _: 1.0, plan=PLAN, selection=SEARCH, folder=folder / place, ledger=books, run=run,
+        **changes,
+    )  # fmt: skip
+
+
+def test_a_search_is_paid_for_as_a_whole_before_its_first_try(tmp_path):
+    spent = []
+    books, search = booked(tmp_path, lambda choice, plan: spent.append(books.spent().epsilon) or trained(choice, plan))
+    found = search()
+    assert set(spent) == {books.spent().epsilon} == {found.epsilon} == {COST}
+    (row,) = books.runs()
+    assert [stretch.state for stretch in row.stretches] == ["confirmed"] and not row.live
+    assert run("ledger", "show", books.path).stdout.count(f"{COST:.4g}") == 2
+    with pytest.raises(ValueError, match="does not fit into the budget"):
+        booked(tmp_path, place="another")[1]()
+    assert search().state.keys() == found.state.keys() and books.spent().epsilon == COST  # it is over: nothing is tried
+    card = found.card().to_dict()
+    assert verify(card) == [] and card["guarantee"]["epsilon"] == COST and card["composed"]["run"] == row.name
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from tests.test_tuning import *
+
+def killed(choice, plan):
+    with open({folder!r} + "/tries", "a") as file:
+        file.write("x")
+    if os.path.getsize({folder!r} + "/tries") == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trained(choice, plan)
+
+booked(Path({folder!r}), killed, seed={seed})[1]()
+"""
+
+
+def test_a_search_that_was_killed_neither_gains_tries_nor_loses_its_cost(tmp_path, monkeypatch):
+    seed = next(k for k in range(99) if SEARCH.draw(Key(k).generator("tuning/number")) == 5)
+    code = KILLED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path), seed=seed)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    tries = []
+    books, search = booked(tmp_path, lambda choice, plan: tries.append(choice) or trained(choice, plan), seed=seed)
+    assert books.spent().epsilon == COST and books.runs()[0].stretches[0].state == "reserved"
+    monkeypatch.setattr(Selection, "draw", None)  # the number is not drawn again
+    found = search()
+    assert len(tries) == 5 - 2 and books.spent().epsilon == COST == found.epsilon
+    assert [stretch.state for stretch in books.runs()[0].stretches] == ["charged", "confirmed"]
+    told = " ".join(found.card().values["history"])
+    assert "number of tries was drawn once" in told and "charged as a whole" in told
+
+
+def test_the_number_of_a_booked_search_cannot_be_drawn_again(tmp_path):
+    _, search = booked(tmp_path, run="the search")
+    search()
+    shutil.rmtree(tmp_path / "search")
+    with pytest.raises(ValueError, match="must not be drawn again"):
+        search()
+    assert not (tmp_path / "search").exists()
+    with pytest.raises(ValueError, match="The 'folder' parameter of tune must be given with a ledger"):
+        dpscale.tune(trained, SPACE, lambda _: 0.0, plan=PLAN, ledger=dpscale.Ledger(tmp_path / "books"))
+
+
+def test_a_booked_search_goes_on_in_its_ledger_alone(tmp_path):
+    _, search = booked(tmp_path, run="one")
+    search()
+    with pytest.raises(ValueError, match="booked in a ledger as run 'one'"):
+        dpscale.tune(trained, SPACE, lambda _: 0.0, plan=PLAN, selection=SEARCH, folder=tmp_path / "search")
+    with pytest.raises(ValueError, match="must be 'one', as in its folder"):
+        booked(tmp_path, run="two")[1]()
+
+
+def test_a_search_and_a_run_add_up_at_half_of_delta_each(tmp_path):
+    books, search = booked(tmp_path)
+    search()
+    model = mlp()
+    later = dpscale.privatize(
+        model, torch.optim.SGD(model.parameters()), plan(steps=1, noise_multiplier=9.0), ledger=books
+    )
+    for batch in later.batches(data()):
+        later.step(batch, loss_fn)
+    later.close()
+    alone = dataclasses.replace(later.plan, delta=None).epsilon(5e-5)
+    assert books.spent().epsilon == pytest.approx(SEARCH.epsilon(PLAN, 5e-5) + alone, rel=1e-6)
+    assert "1 of paid searches, by Rényi DP and 1 of other runs" in books.spent().how
+
+
+def test_a_model_made_from_a_run_may_be_the_try():
+    def averaged(choice, plan):
+        ran = trained(choice, plan)
+        model = mlp()
+        ran.close()
+        return Try(model=model, plan=ran.plan, about=ran.about())
+
+    found = dpscale.tune(averaged, SPACE, lambda _: 0.0, plan=PLAN, selection=Selection(tries=1))
+    assert all(torch.equal(found.state[n], t) for n, t in mlp().state_dict().items())
+    assert found.card().values["checks"]["times that the model was checked"] >= 1
+
+
+@pytest.mark.parametrize("change", ["tries", "shape", "score_noise", "epsilon", "noise"])
+def test_a_changed_card_of_a_search_fails(change):
+    found = dpscale.tune(trained, SPACE, lambda _: 0.0, plan=PLAN, selection=Selection(tries=3, score_noise=2.0))
+    card = found.card().to_dict()
+    assert verify(card) == [] and card["search"].startswith("Paid for")
+    where = {"epsilon": card["guarantee"], "noise": card["mechanism"]}.get(change, card["selection"])
+    values = {"tries": 30.0, "shape": "inf", "score_noise": 0.5, "epsilon": 0.5 * found.epsilon, "noise": 0.5}
+    where["noise_multiplier" if change == "noise" else change] = values[change]
+    card["checksum"] = checksum(card)
+    assert any("by dp-accounting" in problem or "not of these numbers" in problem for problem in verify(card))
 
 
 def test_what_is_wrong_is_said():
@@ -178,11 +317,66 @@ def test_what_is_wrong_is_said():
         dpscale.tune(trained, {}, lambda _: 0.0, plan=PLAN)
 
 
+TINY = presets.PRESETS["digits"].replace(epochs=1, train_size=300)
+CHOICE = {"rate": 1.2, "C": 0.3, "s": 0.7, "gamma1": 1.0}
+
+
+def test_tries_of_the_lab_train_as_its_runs_do():
+    """Schedule, averages and views of the configuration are heeded; without a seed no two tries are alike."""
+    held = runner.load(TINY, "search")
+    planned = dataclasses.replace(runner.planned(TINY, held), noise_multiplier=1.0, delta=1e-4)
+
+    def weights(seed=5, **changes):
+        made, own = selection.job(TINY.replace(**changes), CHOICE, planned, seed)
+        return vector(runner.trained(made, own, held))
+
+    plain = weights()
+    assert torch.equal(plain, weights())
+    for changes in ({"schedule": "cosine"}, {"average": 0.9}, {"augment": {"shift": 1}, "views": 2}):
+        assert not torch.equal(plain, weights(**changes)), changes
+    assert not torch.equal(weights(None), weights(None))
+
+
 def test_a_search_within_the_budget_of_a_preset(tmp_path):
     """Tiny: one epoch, few samples. What is printed is what was paid for, and no accuracy is out of range."""
     words = ["tune", "digits", "--tries", "2", "--epochs", "1", "--train-size", "300", "--seed", "2", "--json"]
-    found = json.loads(run(*words, "--out", tmp_path).stdout)
+    books = dpscale.Ledger(tmp_path / "books", epsilon=3, delta=1e-4)
+    words += ["--ledger", books.path, "--out", tmp_path / "search"]
+    found = json.loads(run(*words).stdout)
     assert 2.9 < found["epsilon"] <= 3 and found["epsilon_of_one_try"] < 3
+    assert books.spent().epsilon == found["epsilon"]
     assert 0 <= found["test_accuracy"] <= 1 and set(found["choice"]) == {"rate", "C", "s", "gamma1"}
     assert "2 on average" in found["statement"]
-    assert torch.load(tmp_path / "model.pt", weights_only=True)
+    assert torch.load(tmp_path / "search/model.pt", weights_only=True)
+    card = json.loads(run("card", tmp_path / "search", "--json").stdout)
+    assert verify(card) == [] and card["guarantee"]["epsilon"] == found["epsilon"]
+    assert card["mechanism"]["scaling"]["s"] == found["choice"]["s"]
+    assert json.loads(run(*words).stdout) == found and books.spent().epsilon == found["epsilon"]  # it is over
+
+
+def test_a_search_that_was_killed_and_resumed_on_two_ranks_has_a_card(tmp_path):
+    """One number of tries, one choice and one winner on both; booked once; and verify knows a changed card."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+    def launched(*words):
+        return subprocess.run(
+            [sys.executable, *words], env=environment(), cwd=ROOT, timeout=240, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+
+    assert launched(tuned_ranks.__file__, str(tmp_path), "dies").returncode == -9
+    done = launched(*ranks, tuned_ranks.__file__, str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int((tmp_path / "tries").read_text()) == 5 - 2  # one was finished, one was spent
+    card = json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))
+    assert verify(card) == [] and card["guarantee"]["epsilon"] == pytest.approx(4.0, rel=1e-3)
+    told = " ".join(card["history"])
+    assert "Processes: 2" in told and "Resumed: once" in told and "charged as a whole" in told
+    books = dpscale.Ledger(tmp_path / "books")
+    assert books.spent().epsilon == card["guarantee"]["epsilon"] and len(books.runs()) == 1
+    for change in ({"tries": 50.0}, {"score_noise": 2.0}):
+        changed = {**card, "selection": {**card["selection"], **change}}
+        changed["checksum"] = checksum(changed)
+        assert any("by dp-accounting it is at least" in problem for problem in verify(changed))
+    page = (tmp_path / "card.html").read_text(encoding="utf-8")
+    assert "Paid for: the best of 5 tries on average." in page and "Processes: 2" in page

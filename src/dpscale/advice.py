@@ -41,11 +41,18 @@ RATE_NOISE = (0.06, 0.3)
 rates that are right for the steps are too much. See `Advice.rates`."""
 
 
-def rates_for(steps: int, cumulative_noise: float) -> tuple[float, float]:
+GATHERED = 16.0
+"""Normalized rate × steps × cumulative noise × √parameters of the runs that did best: the norm of the noise that all
+weights together have gathered in the end. Fitted by ``experiments/rate_rule.py``, which judges it too."""
+
+
+def rates_for(steps: int, cumulative_noise: float, parameters: int | None = None) -> tuple[float, float]:
     """Normalized learning rates to try in a run of so many steps and so much noise: see `Advice.rates`."""
     measured, gathered = min(max(steps, 1000), 4700), max(steps * cumulative_noise, 1e-9)
+    of_one = GATHERED / math.sqrt(parameters) if parameters else None
+    noise = RATE_NOISE if of_one is None else (of_one / 2, of_one * 2)
     lowest, highest = (
-        min(by_steps / measured, by_noise / gathered) for by_steps, by_noise in zip(RATE_STEPS, RATE_NOISE, strict=True)
+        min(by_steps / measured, by_noise / gathered) for by_steps, by_noise in zip(RATE_STEPS, noise, strict=True)
     )
     return lowest, highest
 
@@ -89,6 +96,7 @@ class Advice(Setting):
         floor: ν of a run on full batches; no setting has less.
         knee: the cheapest setting from which twice the effort gains less than a fifth. Effort is samples; where epochs
             are given, all settings cost the same and it is the batch.
+        parameters: of the model, if they were given.
         table: every setting that was looked at, cheapest first.
     """
 
@@ -99,6 +107,7 @@ class Advice(Setting):
     within: float
     floor: float
     knee: Setting
+    parameters: int | None
     table: tuple[Setting, ...]
 
     @property
@@ -115,15 +124,18 @@ class Advice(Setting):
     def rates(self) -> tuple[float, float]:
         """Normalized learning rates to try: learning rate × bound / (1 - momentum), under SGD.
 
-        Measured, not derived: convolutional networks on MNIST and FashionMNIST did best at rates × steps from 1,600 to
-        8,000 (rates 4 and 8 at about 1,000 steps, with a cosine; 0.7 and 1.4 at 2,300 and 4,700 steps). With fewer or
-        more steps nothing was measured, and the nearest is given. In all of these runs rate × steps × ν was from 0.06
-        to 0.15. With 1,437 images of digits ν is 40 times as large, and rates from 0.12 to 0.5 did best where the steps
-        alone would say 1.6 to 8: so rate × steps × ν is kept to 0.06 and 0.3. A linear layer on features of norm 1 took
-        more (16 at 2,000 steps). Adam-like optimizers divide by the gradient's own size, so their learning rate is what
+        The form is derived, the constants are measured. A weight has gathered noise of size rate × steps × ν in the
+        end, all d of them a vector of norm rate × steps × ν × √d, and that norm was about 16 in the runs that did best:
+        networks of 6,000 to 130,000 parameters on MNIST, FashionMNIST and digits, whose rates differ by a factor of
+        100. The range is half and twice of that. With a cosine the best rate is 1.6 times as large. Without
+        ``parameters`` the range ends where rate × steps × ν is 0.06 and 0.3. Rates beyond 8,000/steps were not
+        measured, and are not given.
+
+        Inputs should have about 1 in every coordinate: features of norm 1 need far more (16 and above at 2,000 steps,
+        where this says 1). Adam-like optimizers divide by the gradient's own size, so their learning rate is what
         counts: 2e-3 and 3e-3 (NAdam) did best. Trying on private data costs privacy.
         """
-        return rates_for(self.steps, self.cumulative_noise)
+        return rates_for(self.steps, self.cumulative_noise, self.parameters)
 
     def plan(self, *, scaling: Scaling, momentum: Momentum | None = None) -> Plan:
         """The calibrated plan of this setting. Its σ does not depend on the rule.
@@ -141,7 +153,7 @@ class Advice(Setting):
 
     def to_dict(self) -> dict[str, Any]:
         """Advice and table as plain values, ready for JSON."""
-        asked = ("size", "epsilon", "delta", "accountant", "within", "floor", "reached", "rates")
+        asked = ("size", "epsilon", "delta", "accountant", "within", "floor", "reached", "parameters", "rates")
         advice = {**super().to_dict(), **{name: getattr(self, name) for name in asked}, "knee": self.knee.to_dict()}
         return {"advice": advice, "table": [row.to_dict() for row in self.table]}
 
@@ -183,6 +195,7 @@ class Advice(Setting):
 def advise(
     *, size: int, epsilon: float, delta: float, batch: int | None = None, epochs: float | None = None,
     least_steps: int = 1000, within: float = 0.10, throughput: float | None = None, accountant: Accountant = "pld",
+    parameters: int | None = None,
 ) -> Advice:  # fmt: skip
     """The cheapest batch and epochs whose cumulative noise is within a tenth of the least that the budget allows.
 
@@ -202,6 +215,7 @@ def advise(
         within: how far above the floor the noise may be.
         throughput: samples per second that your private step takes, measured or guessed; then costs are in time too.
         accountant: of the plan.
+        parameters: how many the model trains, which narrows the rates to try.
 
     Example:
         >>> advice = advise(size=60_000, epsilon=3, delta=1e-5)
@@ -211,6 +225,8 @@ def advise(
         1.07
     """
     _check(size, epsilon, delta, batch, epochs, least_steps, within, throughput, accountant)
+    if parameters is not None:
+        require_count("advise", "parameters", parameters, action="sum(p.numel() for p in model.parameters()).")
     calibrated = _Calibration(size, float(epsilon), float(delta), accountant, throughput)
     grid = _grid(size, batch, epochs, least_steps, calibrated.sigma_once)
     table = sorted((row for line in grid for row in _scanned(line, calibrated)), key=_cost)
@@ -223,7 +239,7 @@ def advise(
         table.sort(key=_cost)
     return Advice(
         **chosen.to_dict(), size=size, epsilon=float(epsilon), delta=float(delta), accountant=accountant,
-        within=float(within), floor=calibrated.floor, knee=_knee(table), table=tuple(table),
+        within=float(within), floor=calibrated.floor, knee=_knee(table), parameters=parameters, table=tuple(table),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpscale import ledger as ledgers
 from dpscale.checks import require
@@ -23,17 +23,24 @@ from dpscale.ledger import BudgetExhausted, Ledger, LedgerError, now
 from dpscale.plan import Plan
 from dpscale.sampling import SAMPLERS
 
+if TYPE_CHECKING:
+    from dpscale.selection import Selection
+
 log = logging.getLogger("dpscale")
 
 
-def open_run(ledger: Ledger, name: str | None, plan: Plan) -> "Booking":
-    """Take a run of that name, new or to be resumed, if the whole plan fits into what is left. None: a new name."""
+def open_run(ledger: Ledger, name: str | None, plan: Plan, selection: "Selection | None" = None) -> "Booking":
+    """Take a run of that name, new or to be resumed, if the whole plan fits into what is left. None: a new name.
+
+    With a ``selection`` the run is the best of a random number of such runs.
+    """
     _settle_later()
     name = f"run-{now()[:10]}-{secrets.token_hex(4)}" if name is None else name
     require(isinstance(name, str) and 0 < len(name) <= 200, "privatize", "run", "a name of 1 to 200 characters", name)
     known, action = type(plan.sampling) in SAMPLERS.values(), "The price of others is not known."
     require(known, "privatize", "plan", "with a sampler of dpscale, to be booked", plan.sampling, action)
-    lock, plain, owner = _take(ledger, name), plan.to_dict(), secrets.token_hex(8)
+    plain = plan.to_dict() | ({} if selection is None else {"selection": selection.to_dict()})
+    lock, owner = _take(ledger, name), secrets.token_hex(8)
     try:
         for _ in range(100):
             with ledger.reading() as db:
@@ -130,6 +137,25 @@ class Booking:
                 _settle_later()
                 self._extend(step)
             held.position = step
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was booked before this process took the run."""
+        return self._row.position > 0
+
+    def reserve_whole(self) -> None:
+        """See that the whole plan is on the disk: a selection is paid for as a whole, and once."""
+        with self._held.turn:
+            self.lost = 0
+            if not self.begun:
+                self._held.stretch, self._held.last = self._insert(0, self._steps, "reserved"), self._steps
+            self._held.position = self._steps
+
+    def confirm_whole(self) -> None:
+        """Say that a selection has come to its end; if a process of it was killed, that stays to be seen."""
+        if self._held.stretch is None:
+            self._insert(self._steps, self._steps, "confirmed")
+        self.confirm()
 
     def _extend(self, step: int) -> None:
         """Reserve a stretch that begins with ``step``."""

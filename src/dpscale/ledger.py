@@ -84,16 +84,24 @@ class Spent(NamedTuple):
 
 
 class Release(NamedTuple):
-    """What one run has released: so many steps of a sampler, under a noise multiplier."""
+    """What one run has released: so many steps of a sampler, under a noise multiplier; or the best of such runs."""
 
     sampling: Sampling
     noise_multiplier: float
     steps: int
+    selection: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(plan: Mapping[str, Any], steps: int) -> "Release":
-        """From a plan made plain."""
-        return Release(built(plan["sampling"], SAMPLERS), plan["noise_multiplier"], steps)
+        """From a plan made plain. A selection is paid for as a whole, however far it is."""
+        selection = plan.get("selection")
+        steps = plan["steps"] if selection and steps else steps
+        return Release(built(plan["sampling"], SAMPLERS), plan["noise_multiplier"], steps, selection)
+
+    @property
+    def event(self) -> "dp_accounting.DpEvent":
+        """For an accountant; of a selection, that of one try."""
+        return self.sampling.event(self.noise_multiplier, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +253,7 @@ class Ledger:
             live = owner is not None and name != own and files.is_locked(self.lock_file(name))
             try:
                 plain = json.loads(plan)
-                Release.of(plain, 0)
+                _require_known(plain)
             except (KeyError, TypeError, ValueError) as error:
                 raise _damaged(self.path, f"the plan of the run {name!r}: {error!r}") from error
             found[name] = Run(name=name, plan=plain, begun=begun, live=live, stretches=stretches)
@@ -318,6 +326,15 @@ class Ledger:
                 _writer.clear()
 
 
+def _require_known(plan: Mapping[str, Any]) -> None:
+    """Refuse a plan made plain whose price is not known."""
+    Release.of(plan, 0)
+    if plan.get("selection") is not None:
+        from dpscale.selection import Selection
+
+        Selection.from_dict(plan["selection"])
+
+
 def _unit(plan: Mapping[str, Any]) -> str:
     return "single records" if plan.get("records") is None else "people"
 
@@ -329,28 +346,43 @@ def compose(releases: Sequence[Release], delta: float) -> Spent:
     promise where that sample contributes nothing (zero-out), and so, with room to spare, does one whose neighbours
     replace a sample: nothing is one of the things to replace it by. So both kinds together are stated under zero-out.
     Each kind is composed by itself at half of δ there, and the two ε are added.
-    """
-    from dpscale import accounting
 
+    Of a selection only Rényi DP is known. So each selection is a part of its own, and where there are several parts
+    each has an equal share of δ.
+    """
     releases = [release for release in releases if release.steps]
-    kinds: dict[bool, list[Release]] = {}
-    for release in releases:
-        kinds.setdefault(release.sampling.adjacency == "replace-one", []).append(release)
-    total = 0.0
-    for replaced, same in sorted(kinds.items()):
-        adjacency: Adjacency = "replace-one" if replaced else "zero-out"
-        total += accounting.epsilon(_event(same), delta=delta / len(kinds), adjacency=adjacency)
+    kinds: dict[Any, list[Release]] = {}
+    for number, release in enumerate(releases):
+        replaced = release.sampling.adjacency == "replace-one"
+        kinds.setdefault(number if release.selection else f"replaced {replaced}", []).append(release)
+    total = sum(_cost(same, delta / len(kinds)) for same in kinds.values())
     stated = {release.sampling.adjacency for release in releases}
+    adjacency = stated.pop() if len(stated) == 1 else "zero-out"
+    searches = sum(release.selection is not None for release in releases)
+    if searches:
+        rest = f" and {len(kinds) - searches} of other runs" if len(kinds) > searches else ""
+        how = f"added up from {searches} of paid searches, by Rényi DP{rest}, at an equal share of delta each"
+        return Spent(total, adjacency, how if len(kinds) > 1 else "by Rényi DP of the paid search")
     if len(kinds) == 2:
         how = "added up from two parts, composed tightly each: runs that replace a sample, and runs that leave one out"
         return Spent(total, "zero-out", how)
-    return Spent(total, stated.pop() if len(stated) == 1 else "zero-out", "composed tightly, all runs together")
+    return Spent(total, adjacency, "composed tightly, all runs together")
 
 
-def _event(releases: Sequence[Release]) -> "dp_accounting.DpEvent":
+def _cost(same: Sequence[Release], delta: float) -> float:
+    """ε of releases of one kind, or of one selection."""
+    from dpscale import accounting
+
+    replaced = same[0].sampling.adjacency == "replace-one"
+    adjacency: Adjacency = "replace-one" if replaced else "zero-out"
+    if same[0].selection is not None:
+        from dpscale.selection import Selection
+
+        return Selection.from_dict(same[0].selection).cost(same[0].event, adjacency, delta)
     import dp_accounting
 
-    return dp_accounting.ComposedDpEvent([r.sampling.event(r.noise_multiplier, r.steps) for r in releases])
+    event = dp_accounting.ComposedDpEvent([release.event for release in same])
+    return accounting.epsilon(event, delta=delta, adjacency=adjacency)
 
 
 def _create(db: sqlite3.Connection, epsilon: float | None, delta: float | None) -> None:

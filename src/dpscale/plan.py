@@ -8,12 +8,13 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from dpscale.checks import (
     complaint,
+    plain_number,
     require,
     require_choice,
     require_count,
@@ -38,13 +39,15 @@ _ADJACENCY_WORDS: dict[Adjacency, str] = {
 _RECORD = "one sample (one record of the dataset); a person with several records is protected less"
 _PERSON = "a person with at most {} records in a step; all of their records are protected together"
 
-_NOT_COUNTED = """\
-Not counted in these numbers, and to be judged separately:
-  - the search for hyperparameters, unless it used other data or was itself private
-  - preprocessing fitted on the data, and statistics computed from it
-  - diagnostics of single samples that were looked at: losses, gradient norms, scaling weights
-  - floating-point effects in drawing the Gaussian noise
-  - other models or results released from the same data: their costs add up"""
+SEARCH = "the search for hyperparameters, unless it used other data or was itself private"
+NOT_COUNTED = (
+    SEARCH,
+    "preprocessing fitted on the data, and statistics computed from it",
+    "diagnostics of single samples that were looked at: losses, gradient norms, scaling weights",
+    "floating-point effects in drawing the Gaussian noise",
+    "other models or results released from the same data: their costs add up",
+)
+"""What no ε of a plan includes."""
 
 
 MOST_STEPS = 10**8
@@ -191,6 +194,7 @@ class Plan:
         """This plan with the least noise for which the planned steps cost at most ``epsilon`` at ``delta``."""
         from dpscale import accounting
 
+        epsilon, delta = plain_number(epsilon), plain_number(delta)
         target = self._target("Plan.calibrate", epsilon, delta)
         steps = self._steps("calibrate")
         sigma = accounting.calibrate_noise_multiplier(lambda sigma: self.sampling.event(sigma, steps), **target)
@@ -200,6 +204,7 @@ class Plan:
         """This plan with the most steps that cost at most ``epsilon`` at ``delta`` under its noise."""
         from dpscale import accounting
 
+        epsilon, delta = plain_number(epsilon), plain_number(delta)
         target = self._target("Plan.calibrate_steps", epsilon, delta)
         sigma = self._sigma("calibrate_steps")
         spent = self._epsilon(delta, MOST_STEPS, "rdp")  # never below "pld", and quick at any number of steps
@@ -216,23 +221,33 @@ class Plan:
             delta: the plan's if not given.
             steps: those that were taken so far; all planned ones if not given.
         """
+        return written(self.facts(delta, steps), self.not_counted)
+
+    def facts(self, delta: float | None = None, steps: int | None = None) -> dict[str, str]:
+        """What a statement says, each in a sentence, by the name of what it is about."""
         self._sigma("statement")
         planned = self._steps("statement")
         taken = f"{planned:,}" if steps is None else f"{steps:,} of {planned:,} planned"
-        lines = [
-            f"Guarantee: {self._guarantee(delta, steps)}",
-            f"Unit of privacy: {_RECORD if self.records is None else _PERSON.format(self.records)}.",
-            f"Adjacency: {self.adjacency}; {_ADJACENCY_WORDS[self.adjacency]}.",
-            f"Sampling: {self.sampling.describe()}.",
-            f"Accounting: {self.sampling.accounted}; sensitivity {self.sampling.sensitivity_factor} × bound.",
-            f"Steps: {taken}, each one sum divided by the expected batch size {self.expected_batch}.",
-            f"Noise: multiplier {self.noise_multiplier:.6g}, standard deviation {self.noise_std:.6g} on each sum.",
-            f"Scaling: {self.scaling}, so that no sample adds more than {self.bound:.6g}.",
-            *([f"Momentum: {self.momentum.describe()}. It costs no privacy."] if self.momentum else []),
-            *([self.sampling.note] if self.sampling.note else []),
-            _NOT_COUNTED,
-        ]
-        return "\n".join(lines if self.records is None else map(_of_people, lines))
+        found = {
+            "Guarantee": self._guarantee(delta, steps),
+            "Unit of privacy": f"{_RECORD if self.records is None else _PERSON.format(self.records)}.",
+            "Adjacency": f"{self.adjacency}; {_ADJACENCY_WORDS[self.adjacency]}.",
+            "Sampling": f"{self.sampling.describe()}.",
+            "Accounting": f"{self.sampling.accounted}; sensitivity {self.sampling.sensitivity_factor} × bound.",
+            "Steps": f"{taken}, each one sum divided by the expected batch size {self.expected_batch}.",
+            "Noise": f"multiplier {self.noise_multiplier:.6g}, standard deviation {self.noise_std:.6g} on each sum.",
+            "Scaling": f"{self.scaling}, so that no sample adds more than {self.bound:.6g}.",
+        }
+        if self.momentum:
+            found["Momentum"] = f"{self.momentum.describe()}. It costs no privacy."
+        if self.sampling.note:
+            found["NOTE"] = self.sampling.note
+        return found if self.records is None else {name: _of_people(words) for name, words in found.items()}
+
+    @property
+    def not_counted(self) -> tuple[str, ...]:
+        """What its ε leaves out, and a reviewer has to judge."""
+        return NOT_COUNTED if self.records is None else tuple(map(_of_people, NOT_COUNTED))
 
     def _guarantee(self, delta: float | None, steps: int | None) -> str:
         if steps == 0:
@@ -320,6 +335,13 @@ class Plan:
                 "Call plan = plan.calibrate_steps(epsilon=..., delta=...), or give Plan steps=... or epochs=...."
             )
         return self.steps
+
+
+def written(facts: Mapping[str, str], not_counted: Iterable[str]) -> str:
+    """A statement, line by line."""
+    said = [f"{name}: {words}" for name, words in facts.items()]
+    left_out = [f"  - {line}" for line in not_counted]
+    return "\n".join([*said, "Not counted in these numbers, and to be judged separately:", *left_out])
 
 
 def _of_people(line: str) -> str:

@@ -1,7 +1,7 @@
 """RunState: what a private run has done so far, which draws are outstanding, and what a checkpoint holds of it."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -17,7 +17,7 @@ from dpscale.momentum import MomentumState
 from dpscale.plan import Plan, differences
 from dpscale.sampling import Draw, Indices
 
-VERSION = 1
+VERSION = 2
 """Of the states that `RunState.saved` gives."""
 
 
@@ -34,6 +34,7 @@ class RunState:
         outstanding: draws that were handed out and neither released nor dropped, by number.
         parts: of outstanding draws that come in parts, by number: which samples were summed, and their sum.
         momentum: what the momentum remembers; None before the first step.
+        sources: of the noise of all steps that were released.
         loop: number of the loop over batches that goes on.
         resumed: how often the run was resumed from a checkpoint.
         lost: steps that a ledger has charged to this run beyond those of the checkpoint that it goes on from.
@@ -43,6 +44,7 @@ class RunState:
         booking: the run's part in a ledger, on the rank that books.
         name: of the run in that ledger.
         dataset: whose samples have a place that must stay.
+        ahead: what fetches the next batch ahead of time, where that is a matter of a moment.
         remembered: what `make_private` was given to draw from: its source, the dataset of it, options of the loader.
     """
 
@@ -52,6 +54,7 @@ class RunState:
     outstanding: dict[int, Draw] = field(default_factory=dict)
     parts: dict[int, tuple[list[slice], ScaledSum]] = field(default_factory=dict)
     momentum: MomentumState | None = None
+    sources: frozenset[str] = frozenset()
     loop: int = 0
     resumed: int = 0
     lost: int = 0
@@ -61,6 +64,7 @@ class RunState:
     booking: Booking | None = None
     name: str | None = None
     dataset: Any = None
+    ahead: Callable[[], None] | None = field(default=None, repr=False)
     remembered: tuple[Any, Any, Mapping[str, Any]] | None = None
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # batches may be drawn by a thread
     turn: threading.RLock = field(default_factory=threading.RLock, repr=False)  # one step at a time, or one save
@@ -105,11 +109,12 @@ class RunState:
         self._made.add(draw)
         return draw
 
-    def release(self, draw: Draw) -> int:
-        """Book a draw as a step; its number."""
+    def release(self, draw: Draw, source: str) -> int:
+        """Book a draw as a step with noise from ``source``; its number."""
         del self.outstanding[draw.number]
         self.parts.pop(draw.number, None)
         self._released.add(draw)
+        self.sources |= {source}
         self.steps_taken += 1
         self.released_here += 1
         self.last_released = max(self.last_released, draw.number)
@@ -139,14 +144,14 @@ class RunState:
             "version": VERSION, "plan": plan.to_dict(), "parameters": _described(parameters),
             "steps_taken": self.steps_taken, "last_released": self.last_released, "lost": self.lost,
             "resumed": self.resumed, "order": None if order is None else torch.from_numpy(order),
-            "momentum": momentum,
+            "momentum": momentum, "noise": sorted(self.sources),
         }  # fmt: skip
 
     def restore(self, saved: Mapping[str, Any], plan: Plan, lost: int) -> None:
         """Go on from a state that `refusals` has nothing against. Draws that are outstanding are dropped."""
         self.steps_taken, self.last_released = saved["steps_taken"], saved["last_released"]
         self.resumed, self.lost, self.released_here = saved["resumed"] + 1, lost, 0
-        self.momentum, self.held = None, saved["momentum"]
+        self.momentum, self.held, self.sources = None, saved["momentum"], frozenset(saved["noise"])
         order, epoch = saved["order"], self.last_released // plan.sampling.steps(1)
         self.order = None if order is None else (epoch, order.cpu().numpy().copy())
         self.start_loop()
@@ -220,7 +225,7 @@ def refusals(saved: Mapping[str, Any], plan: Plan, parameters: Mapping[str, Tens
     if type(saved["version"]) is not int or saved["version"] != VERSION:
         yield f"its format has version {saved['version']!r}, and this release reads version {VERSION}"
         return
-    names = {"version", "plan", "parameters", *_COUNTS, "order", "momentum", "run"}
+    names = {"version", "plan", "parameters", *_COUNTS, "order", "momentum", "noise", "run"}
     if set(saved) != names or (wrong := _wrong_entry(saved, plan)):
         yield f"its entries are not those of a private run ({', '.join(sorted(set(saved) ^ names)) or wrong})"
         return
@@ -248,10 +253,14 @@ def _wrong_entry(saved: Mapping[str, Any], plan: Plan) -> str | None:
     if saved["steps_taken"] > saved["last_released"] or position > (plan.steps or 0):
         return "more steps than draws, or than planned"
     described = saved["parameters"]
-    kinds = {"plan": Mapping, "parameters": Mapping, "order": Tensor | None, "momentum": Mapping | None}
+    kinds = {"plan": Mapping, "parameters": Mapping, "order": Tensor | None, "momentum": Mapping | None,
+             "noise": list | tuple}  # fmt: skip
     wrong = [n for n, kind in kinds.items() if not isinstance(saved[n], kind)]
     if not wrong and not all(isinstance(each, list | tuple) and len(each) == 2 for each in described.values()):
         wrong = ["parameters"]
+    noise = saved["noise"]
+    if not wrong and ([n for n in noise if n not in ("fast", "secure")] or bool(noise) != (saved["steps_taken"] > 0)):
+        wrong = ["noise"]
     return wrong[0] if wrong else None
 
 

@@ -1,109 +1,55 @@
-"""Selection that is paid for: try settings at random, release only the best, and count what that costs.
+"""Tuning that is paid for: try settings at random, release only the best; its cost is that of a `Selection`.
 
-Trying ten learning rates on private data and keeping the best costs more than one run, and less than ten, if how many
-are tried is random and nothing but the best is released (Papernot and Steinke, *Hyperparameter Tuning with Renyi
-Differential Privacy*, 2022, Theorems 2 and 6). The score that decides must be private as well: a noisy count of people
-who were held out, or anything on public data.
+The score that decides must be private as well: a noisy count of people who were held out, or anything on public data.
+
+How many tries there are is drawn once, and kept where the search is kept: a search that was killed goes on with the
+number that it has. A try that was begun and not finished counts as one of them, and is not made again: whoever saw a
+part of it would otherwise have had a try for nothing.
 """
 
 import logging
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import dp_accounting
-import numpy as np
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
-from scipy import optimize
 from torch import Tensor, nn
 
-from dpscale import checkpoint
-from dpscale.checks import is_number, require, require_positive, require_probability
+from dpscale import booking, checkpoint
+from dpscale.booking import Booking
+from dpscale.card import Booked, Card
+from dpscale.card import make as make_card
+from dpscale.checks import require
+from dpscale.distributed import Ranks
+from dpscale.ledger import Ledger, now
 from dpscale.noise import Key
 from dpscale.plan import Plan
+from dpscale.selection import Selection as Selection
 from dpscale.training import Private
 
 log = logging.getLogger("dpscale")
 
 Choice = dict[str, Any]
 
+FILE = "tuning.ckpt"
+"""In the folder of a search: how far it is."""
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """How many settings are tried, at random, and how noisy their scores are.
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Try:
+    """What a try came to, for a ``train`` that does more than return its `Private`.
 
     Args:
-        tries: how many on average, at least 1.
-        shape: of the distribution: a truncated negative binomial. 1 is the geometric one, 0 the logarithmic one, inf
-            the Poisson one, which may try nothing.
-        score_noise: standard deviation of the noise on a score that counts held-out people, each of whom changes it by
-            at most 1. None: scores are of public data.
+        model: made from the private run's by any means that look at no data, such as an average of its weights.
+        plan: that it was trained under.
+        about: `Private.about` of the run.
     """
 
-    tries: float = 8.0
-    shape: float = 1.0
-    score_noise: float | None = None
-
-    def __post_init__(self) -> None:
-        require(is_number(self.tries) and self.tries >= 1, "Selection", "tries", "a number >= 1", self.tries)
-        require(is_number(self.shape) and self.shape >= 0, "Selection", "shape", "a number >= 0, or inf", self.shape)
-        if self.score_noise is not None:
-            require_positive("Selection", "score_noise", self.score_noise, action="Public scores need none: None.")
-
-    def epsilon(self, plan: Plan, delta: float) -> float:
-        """What the selection costs in all, by Rényi DP: of those trained on, or held out, whoever loses more."""
-        require_probability("Selection.epsilon", "delta", delta, action="Take it well below 1/size, such as 1e-5.")
-        require(
-            plan.adjacency != "replace-one", "Selection.epsilon", "plan", "one whose neighbours have a sample more",
-            plan.adjacency, "Sample by Poisson(...): Rényi DP of draws of a fixed size is not known to fit.",
-        )  # fmt: skip
-        events = [plan.event()]
-        if self.score_noise is not None:  # nobody is both trained on and held out
-            events.append(dp_accounting.GaussianDpEvent(self.score_noise))
-        return max(self._cost(event, delta) for event in events)
-
-    def _cost(self, event: dp_accounting.DpEvent, delta: float) -> float:
-        accountant = dp_accounting.rdp.RdpAccountant()
-        accountant.compose(RepeatAndSelectDpEvent(event, self.tries, self.shape))
-        return float(accountant.get_epsilon(delta))
-
-    def calibrate(self, plan: Plan, *, epsilon: float, delta: float) -> Plan:
-        """The plan with the least noise at which the whole selection costs at most ``epsilon``."""
-        require_positive("Selection.calibrate", "epsilon", epsilon, action="It is the budget of all tries together.")
-
-        def excess(log_sigma: float) -> float:
-            return self.epsilon(replace(plan, noise_multiplier=math.exp(log_sigma)), delta) - epsilon
-
-        action = "Raise epsilon, lower tries, or raise score_noise."
-        require(excess(7.0) < 0, "Selection.calibrate", "epsilon", "enough for so many tries", epsilon, action)
-        root = optimize.brentq(excess, -2.0, 7.0, xtol=1e-5) if excess(-2.0) > 0 else -2.0
-        return replace(plan, noise_multiplier=math.exp(root + 2e-5), delta=delta)
-
-    def draw(self, generator: np.random.Generator) -> int:
-        """How many to try."""
-        if math.isinf(self.shape):
-            return int(generator.poisson(self.tries))
-        if self.tries == 1:
-            return 1
-        gamma = _halting(self.shape, self.tries)
-        if self.shape == 0:
-            return int(generator.logseries(1 - gamma))
-        while True:
-            if number := int(generator.negative_binomial(self.shape, gamma)):
-                return number
-
-
-def _halting(shape: float, mean: float) -> float:
-    """γ of a truncated negative binomial of that mean (Definition 1 there); a hair too large: never more tries."""
-
-    def excess(log_gamma: float) -> float:
-        gamma = math.exp(log_gamma)
-        above = math.log(1 / gamma) if shape == 0 else -math.expm1(shape * log_gamma) / shape
-        return (1 / gamma - 1) / above - mean
-
-    return min(1.0, math.exp(optimize.brentq(excess, -60.0, -1e-12)) * (1 + 1e-8))
+    model: nn.Module
+    plan: Plan
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +62,9 @@ class Tuned:
         score: its noisy score.
         epsilon, delta: what the whole selection costs.
         statement: for a reviewer.
+        plan: that it was trained under.
+        selection: what it is the best of.
+        about: what its card says besides.
     """
 
     choice: Choice
@@ -124,15 +73,26 @@ class Tuned:
     epsilon: float
     delta: float
     statement: str
+    plan: Plan
+    selection: Selection
+    about: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         return f"Tuned(choice={self.choice}, score={self.score:.4g}, epsilon={self.epsilon:.4g}, delta={self.delta:g})"
 
+    def card(self, *, search: str | None = None, audit: Mapping[str, Any] | None = None) -> Card:
+        """A page for a reviewer about the best try and what it was chosen from, as `Private.card`."""
+        return make_card(
+            self.plan, self.plan.steps or 0, self.delta, selection=self.selection, search=search, audit=audit,
+            **self.about,
+        )  # fmt: skip
+
 
 def tune(
-    train: Callable[[Choice, Plan], Private], space: Mapping[str, Sequence[Any]], score: Callable[[nn.Module], float],
-    *, plan: Plan, selection: Selection | None = None, delta: float | None = None, folder: str | Path | None = None,
-    seed: int | None = None, on_try: Callable[[int], None] = lambda done: None,
+    train: Callable[[Choice, Plan], Private | Try], space: Mapping[str, Sequence[Any]],
+    score: Callable[[nn.Module], float], *, plan: Plan, selection: Selection | None = None, delta: float | None = None,
+    folder: str | Path | None = None, ledger: Ledger | None = None, run: str | None = None, seed: int | None = None,
+    on_try: Callable[[int], None] = lambda done: None,
 ) -> Tuned | None:  # fmt: skip
     """Train with settings drawn at random, and return the best; the number of tries is random too.
 
@@ -141,89 +101,172 @@ def tune(
 
     Args:
         train: ``train(choice, plan)`` trains a new model under that plan, with any scaling and momentum of its own
-            (``dataclasses.replace(plan, scaling=..., momentum=...)``), and returns its `Private`. What it logs or
-            writes is not paid for.
+            (``dataclasses.replace(plan, scaling=..., momentum=...)``), and returns its `Private`, or a `Try`. What it
+            logs or writes is not paid for. It books in no ledger.
         space: values to choose from, by name, each equally likely.
         score: how good a model is. With ``selection.score_noise``, a count of held-out people, none of whom is trained
             on; noise is added here. Otherwise any number, of public data.
         plan: calibrated, of one try: `Selection.calibrate` does that for a budget of all of them.
         selection: None: `Selection()`.
         delta: None: the plan's.
-        folder: where to keep how far it is, for this user's eyes alone; the same call goes on there. None: nowhere.
+        folder: where to keep how far it is, for this user's eyes alone; the same call goes on there, with the number
+            of tries that was drawn first. An older copy of it must not be put back. None: nowhere.
+        ledger: that the search is booked in, as a whole, before the first try; needs a ``folder``.
+        run: its name there. None: a new one, which the folder remembers.
         seed: as for `privatize`.
         on_try: called with how many tries are done.
 
     Returns:
-        the best try; None if none was made, which only a Poisson number (``shape=inf``) allows.
+        the best try; None if none was made, which a Poisson number (``shape=inf``) allows, or none was finished.
     """
     selection = selection or Selection()
     delta = plan.delta if delta is None else delta
     require(delta is not None, "tune", "delta", "given, or that of the plan", delta)
     assert delta is not None
     require(len(space) > 0 and all(len(v) for v in space.values()), "tune", "space", "values by name", dict(space))
-    epsilon = selection.epsilon(plan, delta)
-    log.info("dpscale: the selection costs epsilon = %.4g at delta %g, %.3g tries on average.", epsilon, delta,
-             selection.tries)  # fmt: skip
-    file = None if folder is None else Path(folder) / "tuning.ckpt"
-    found = _begun(file, selection, plan, space, Key(seed).generator("tuning/number"))
-    while found["done"] < found["number"]:
-        key = Key(None if seed is None else seed + found["done"])
-        drawn = key.generator("tuning/choice")
-        index = {name: int(drawn.integers(len(values))) for name, values in space.items()}
-        private = train({name: space[name][k] for name, k in index.items()}, plan)
-        _require_as_planned(private.plan, plan)
-        noisy = float(score(private.model)) + (selection.score_noise or 0.0) * key.generator("tuning/score").normal()
-        best = found["best"]
-        if best is None or (not math.isnan(noisy) and noisy > best["score"]):
-            state = {name: t.detach().cpu().clone() for name, t in private.model.state_dict().items()}
-            found["best"] = {"index": index, "score": noisy if not math.isnan(noisy) else -math.inf, "state": state}
-        private.close()
-        found["done"] += 1
-        if file is not None:
-            checkpoint.write(file, found)
-        on_try(found["done"])
-    if found["best"] is None:
-        return None
-    chosen = {name: space[name][k] for name, k in found["best"]["index"].items()}
-    said = _statement(selection, plan, epsilon, delta)
-    return Tuned(choice=chosen, state=found["best"]["state"], score=found["best"]["score"], epsilon=epsilon,
-                 delta=delta, statement=said)  # fmt: skip
+    action = "A search that is booked must be able to go on: name a folder of its own."
+    require(ledger is None or folder is not None, "tune", "folder", "given with a ledger", folder, action)
+    log.info("dpscale: the selection costs epsilon = %.4g at delta %g, %.3g tries on average.",
+             selection.epsilon(plan, delta), delta, selection.tries)  # fmt: skip
+    search = _Search(selection, plan, space, None if folder is None else Path(folder) / FILE, seed)
+    search.begin(ledger, run)
+    try:
+        while search.next_try():
+            search.take(train, score)
+            on_try(search.state["begun"])
+        return search.result(delta)
+    finally:
+        search.close()
 
 
-def _begun(
-    file: Path | None, selection: Selection, plan: Plan, space: Mapping[str, Sequence[Any]],
-    generator: np.random.Generator,
-) -> dict[str, Any]:  # fmt: skip
-    """How far a search is; a new one has drawn its number of tries."""
-    terms = repr((selection, plan, {name: list(values) for name, values in space.items()}))
-    if file is not None and file.exists():
-        found: dict[str, Any] = checkpoint.read(file)
-        require(found["terms"] == terms, "tune", "folder", "of this very search", str(file.parent),
+class _Search:
+    """A search that goes on: its state is on the disk before each try, and its cost in the ledger before the first.
+
+    Of several ranks the first one decides, writes and books; what it has decided is told to the others.
+    """
+
+    def __init__(
+        self, selection: Selection, plan: Plan, space: Mapping[str, Sequence[Any]], file: Path | None, seed: int | None
+    ) -> None:
+        self.selection, self.plan, self.space, self.file, self.seed = selection, plan, space, file, seed
+        self.ranks = Ranks(nn.Module())
+        self.booking: Booking | None = None
+        self.state: dict[str, Any] = {}
+
+    @property
+    def _terms(self) -> str:
+        return repr((self.selection, self.plan, {name: list(values) for name, values in self.space.items()}))
+
+    def begin(self, ledger: Ledger | None, run: str | None) -> None:
+        """Draw the number of tries, or find the one that was drawn; reserve the cost."""
+        key = self.ranks.key(self.seed)
+        with self.ranks.together("tune", lambda: {"terms": self._terms, "ledger": ledger is not None}):
+            if self.ranks.rank == 0:
+                known = self._read()
+                self.state = known or self._drawn(key)
+                if ledger is not None:
+                    self._book(ledger, run, known is None)
+                elif (name := self.state["run"]) is not None:
+                    raise ValueError(f"This search is booked in a ledger as run {name!r}. Pass that ledger to tune().")
+                self._write()
+        self.state = self.ranks.told(self.state)
+
+    def _drawn(self, key: Key) -> dict[str, Any]:
+        number = self.selection.draw(key.generator("tuning/number"))
+        return {"terms": self._terms, "run": None, "number": number, "begun": 0, "resumed": 0, "best": None}
+
+    def _read(self) -> dict[str, Any] | None:
+        if self.file is None or not self.file.exists():
+            return None
+        found: dict[str, Any] = checkpoint.read(self.file)
+        require(found.get("terms") == self._terms, "tune", "folder", "of this very search", str(self.file.parent),
                 "It holds another one: another plan, selection or space. Take another folder.")  # fmt: skip
-        return found
-    found = {"terms": terms, "number": selection.draw(generator), "done": 0, "best": None}
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write(file, found)
-    return found
+        return found | {"resumed": found["resumed"] + (found["begun"] < found["number"])}
+
+    def _write(self) -> None:
+        if self.file is not None and self.ranks.rank == 0:
+            checkpoint.write(self.file, self.state)
+
+    def _book(self, ledger: Ledger, run: str | None, new: bool) -> None:
+        known = self.state["run"]
+        name = run or known or f"tune-{now()[:10]}-{secrets.token_hex(4)}"
+        require(known in (None, name), "tune", "run", f"{known!r}, as in its folder", run)
+        self.booking = booking.open_run(ledger, name, self.plan, self.selection)
+        if new and self.booking.begun:
+            self.close()
+            raise ValueError(
+                f"The search {name!r} was begun before, and its folder has nothing of it. How many tries it has was "
+                "drawn once, and must not be drawn again. Bring back its folder, or give a new search another name."
+            )
+        self.state["run"] = name
+        self._write()  # the number that was drawn is on the disk before its price is
+        self.booking.reserve_whole()
+
+    def next_try(self) -> bool:
+        """Whether there is another try; it counts from now on."""
+        if self.state["begun"] >= self.state["number"]:
+            return False
+        self.state["begun"] += 1
+        self._write()
+        return True
+
+    def take(
+        self, train: Callable[[Choice, Plan], Private | Try], score: Callable[[nn.Module], float]
+    ) -> None:  # fmt: skip
+        """Make a try, and keep it if it is the best so far."""
+        key = self.ranks.key(None if self.seed is None else self.seed + self.state["begun"] - 1)
+        drawn = key.generator("tuning/choice")
+        index = {name: int(drawn.integers(len(values))) for name, values in self.space.items()}
+        ran = train(self._chosen(index), self.plan)
+        made = Try(model=ran.model, plan=ran.plan, about=ran.about()) if isinstance(ran, Private) else ran
+        action = "Return what privatize() or make_private() gave, or a Try."
+        must = "a function that returns its Private"
+        require(isinstance(made, Try), "tune", "train", must, type(made).__name__, action)
+        _require_as_planned(made.plan, self.plan)
+        noise = (self.selection.score_noise or 0.0) * key.generator("tuning/score").normal()
+        noisy = self.ranks.told(float(score(made.model)) + noise)
+        best = self.state["best"]
+        if best is None or (not math.isnan(noisy) and noisy > best["score"]):
+            state = {name: t.detach().cpu().clone() for name, t in made.model.state_dict().items()}
+            noisy = noisy if not math.isnan(noisy) else -math.inf
+            self.state["best"] = {"index": index, "score": noisy, "state": state, "plan": made.plan.to_dict(),
+                                  "about": dict(made.about)}  # fmt: skip
+        if isinstance(ran, Private):
+            ran.close()
+        self._write()
+
+    def _chosen(self, index: Mapping[str, int]) -> Choice:
+        return {name: self.space[name][k] for name, k in index.items()}
+
+    def result(self, delta: float) -> Tuned | None:
+        """The best try, when all are made."""
+        if self.booking is not None:
+            self.booking.confirm_whole()
+        best = self.state["best"]
+        if best is None:
+            return None
+        seeded = self.seed is not None or best["about"].get("seeded")
+        about = {"resumed": self.state["resumed"], **best["about"], "seeded": seeded, "booked": self._booked()}
+        return Tuned(
+            choice=self._chosen(best["index"]), state=best["state"], score=best["score"], delta=delta,
+            epsilon=self.selection.epsilon(self.plan, delta), statement=self.selection.statement(self.plan, delta),
+            plan=Plan.from_dict(best["plan"]), selection=self.selection, about=about,
+        )  # fmt: skip
+
+    def _booked(self) -> Booked | None:
+        if self.booking is None:
+            return None
+        return Booked(ledger=self.booking.ledger, run=self.booking.name, crashed=self.booking.crashed)
+
+    def close(self) -> None:
+        """Give back the run in the ledger; what is reserved stays charged."""
+        if self.booking is not None:
+            self.booking.close()
 
 
 def _require_as_planned(ran: Plan, plan: Plan) -> None:
-    """Tries that cost something else than was counted are refused."""
-    for name in ("sampling", "noise_multiplier", "steps"):
+    """Tries that cost something else than was counted, or protect something else, are refused."""
+    for name in ("sampling", "noise_multiplier", "steps", "records"):
         ours, theirs = getattr(plan, name), getattr(ran, name)
         require(ours == theirs, "tune", "train", f"such that its run has the {name} of the plan, {ours}", theirs,
                 "Only scaling and momentum may differ: dataclasses.replace(plan, scaling=...).")  # fmt: skip
-
-
-def _statement(selection: Selection, plan: Plan, epsilon: float, delta: float) -> str:
-    kind = "Poisson" if math.isinf(selection.shape) else f"truncated negative binomial (shape {selection.shape:g})"
-    score = (
-        "of public data" if selection.score_noise is None
-        else f"a count of held-out people with noise of standard deviation {selection.score_noise:g}"
-    )  # fmt: skip
-    return (
-        f"Guarantee: ({math.ceil(epsilon * 1e4) / 1e4:g}, {delta:g})-differential privacy of the best try, by Rényi DP "
-        f"of repeat-and-select.\nTries: a random number, {kind}, {selection.tries:g} on average; only the best is "
-        f"released.\nScore: {score}.\nOne try by itself:\n{plan.statement(delta)}"
-    )
