@@ -2,9 +2,11 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/ranks.py
     torchrun --standalone --nproc-per-node 8 benchmarks/ranks.py --device cuda --models 4-conv-cnn --batch 4096
+    torchrun --standalone --nproc-per-node 1 benchmarks/ranks.py --device cuda    # what a group of one costs
 
 Contenders take turns, as in loop.py: a ratio is the median over rounds of the time relative to plain DDP in the same
-round, on rank 0. The plain loop takes random batches of the expected size, and the same share of it on every rank.
+round, on rank 0. The plain loop takes random batches of the expected size, and the same share of it on every rank. On
+one rank all are relative to the same compiled steps of a process without a group.
 """
 
 import argparse
@@ -72,8 +74,10 @@ def main() -> None:
     parser.add_argument("--models", default="digits-cnn,4-conv-cnn")
     parser.add_argument("--batch", type=int, default=256, help="over all ranks")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=1, help="of a turn (%(default)s)")
     args = parser.parse_args()
-    distributed.init_process_group()
+    alone = os.environ["WORLD_SIZE"] == "1"
+    contenders = {**({"step compiled": ours(lambda model: model, compile=True)} if alone else {}), **CONTENDERS}
     device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else args.device
     torch.set_num_threads(1)
     for name in args.models.split(","):
@@ -82,20 +86,23 @@ def main() -> None:
         data = TensorDataset(*Task(task.make, task.shape, SAMPLES, task.classes, task.tokens).data(device))
         task = Task(task.make, task.shape, args.batch, task.classes, task.tokens)
         steps = []
-        for make in CONTENDERS.values():
+        for k, make in enumerate(contenders.values()):
+            if k == alone:  # the step of a process alone was made before there was a group
+                distributed.init_process_group()
             torch.manual_seed(0)
             steps.append(make(task, task.make().to(device), data))
-        for step in steps * 3:
+        for step in steps * (100 if args.device == "cuda" else 3):  # until every size was met
             step()
         # Not `turns`, where every rank would choose for itself how many rounds to take.
-        rounds = [[seconds(step, args.device) for step in steps] for _ in range(args.rounds)]
+        turns = [lambda step=step: [step() for _ in range(args.steps)] for step in steps]
+        rounds = [[seconds(turn, args.device) / args.steps for turn in turns] for _ in range(args.rounds)]
         times = list(zip(*rounds, strict=True))
         if distributed.get_rank() == 0:
-            for contender, own in zip(CONTENDERS, times, strict=True):
+            for contender, own in zip(contenders, times, strict=True):
                 ratio, low, high = median_ratio(own, times[0])
                 milliseconds = 1e3 * statistics.median(own)
                 print(f"{name:12} {contender:20} {milliseconds:8.1f} ms  {ratio:.2f}x ({low:.2f} to {high:.2f})")
-    distributed.destroy_process_group()
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

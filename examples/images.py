@@ -50,7 +50,8 @@ class Folder(torch.utils.data.Dataset):
         return x[i], y[i]
 
 
-private = dpscale.make_private(model, optimizer, Folder(), epsilon=3, delta=1e-4, epochs=1, batch=100)
+budget = {"epsilon": 3, "delta": 1e-4}
+private = dpscale.make_private(model, optimizer, Folder(), epochs=1, batch=100, **budget)
 for batch in private.batches(num_workers=2):
     batch = batch.to("cuda" if torch.cuda.is_available() else "cpu")
     private.step(batch, loss_fn)

@@ -47,6 +47,30 @@ for batch in private.batches(collate_fn=collate):
     private.step(batch, loss_fn)
 print(f"ε = {private.epsilon():.2f}")
 
+from torch.nn.utils.rnn import pack_sequence
+
+
+class Packed(Classifier):
+    def forward(self, packed):
+        vectors = packed._replace(data=self.table(packed.data))
+        return self.out(self.lstm(vectors)[1][0][-1])
+
+
+def packing(batch):
+    tokens = pack_sequence([tokens for tokens, _ in batch], enforce_sorted=False)
+    return tokens, torch.tensor([label for _, label in batch])
+
+
+def packed_loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+model = Packed()
+optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+private = dpscale.make_private(model, optimizer, samples, epsilon=5, delta=1e-4, epochs=1, batch=60)
+for batch in private.batches(collate_fn=packing):
+    private.step(batch, packed_loss)
+
 def language_loss(logits, labels):
     """(B, T, V) and (B, T), where -100 marks what does not count -> (B,)."""
     losses = nn.functional.cross_entropy(

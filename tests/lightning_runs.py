@@ -29,6 +29,7 @@ def plan(**changes):
 
 
 BUDGETS = {"automatic": {"epsilon": 4, "delta": 1e-3}, "manual": {"plan": plan(steps=10)}}
+BUDGETS["accumulated"] = BUDGETS["automatic"]
 
 
 class Module(pl.LightningModule):
@@ -60,6 +61,10 @@ class Manual(Module):
         self.manual_backward(loss_fn(self, batch))
         optimizer.step()
         optimizer.zero_grad()
+
+
+RANKED = {"automatic": (Module, 6, 1), "manual": (Manual, 6, 1), "accumulated": (Module, 3, 2)}
+"""What is trained on two ranks: a module, the batch of each rank's loader, and how many of them make up a draw."""
 
 
 class Kill(pl.Callback):
@@ -95,10 +100,10 @@ def killed(folder):
 
 
 def ranks(folder):
-    for name, kind in (("automatic", Module), ("manual", Manual)):
+    for name, (kind, rows, batches) in RANKED.items():
         module, callback, running = fit(
             kind(), PrivateCallback(**BUDGETS[name], seed=0), ModelCheckpoint(dirpath=folder, filename=name),
-            devices=2, strategy="ddp", loader={"batch_size": 6},
+            devices=2, strategy="ddp", loader={"batch_size": rows}, accumulate_grad_batches=batches,
         )  # fmt: skip
         found = vector(module), callback.private.epsilon(), running.global_step, callback.private.plan.expected_batch
         torch.save(found, Path(folder) / f"{name}-{running.global_rank}.pt")

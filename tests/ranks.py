@@ -60,6 +60,7 @@ class Case:
     wrapper: str = "plain"
     how: str = "step"
     noise: bool = True
+    source: str = "fast"
     batch: int = 12
     steps: int = 8
     scaling: Any = CLIP
@@ -69,11 +70,18 @@ class Case:
     compile: Any = False
     optimizer: str = "SGD"
     model: Any = mlp
+    records: int | None = None  # of each person, who has three
 
     def plan(self):
         noise = {"noise_multiplier": 1.0} if self.noise else {"unsafe_no_noise": True}
-        sampling = self.sampling or dpscale.Poisson(size=SIZE, batch=self.batch)
+        sampling = self.sampling or dpscale.Poisson(size=SIZE // 3 if self.records else SIZE, batch=self.batch)
         return dpscale.Plan(scaling=self.scaling, sampling=sampling, steps=self.steps, momentum=self.momentum, **noise)
+
+
+def dataset(case):
+    rows = data(case.plan().sampling.size * (3 if case.records else 1))
+    owners = torch.randperm(len(rows), generator=torch.Generator().manual_seed(3)) // 3
+    return rows if case.records is None else dpscale.by_user(rows, owners, records=case.records)
 
 
 def tied():
@@ -107,8 +115,8 @@ def partly():
 
 EMA = dpscale.PerSampleEMA(gamma=0.3)
 PLAIN = {
-    "long": Case(steps=50),
-    "long-ddp": Case(steps=50, wrapper="ddp", how="backward"),
+    "long": Case(steps=20),
+    "long-ddp": Case(steps=20, wrapper="ddp", how="backward"),
     "psasc-inner-outer": Case(
         scaling=dpscale.PSASC(C=0.5, s=0.5, r=0.01), momentum=dpscale.InnerOuter(K0=2, gamma0=0.5, gamma1=0.2)
     ),
@@ -154,7 +162,12 @@ PLAIN = {
     "adam": Case(optimizer="Adam", wrapper="inner"),
     "shuffled": Case(sampling=dpscale.Shuffled(size=SIZE, batch=9), how="backward", wrapper="inner"),
     "fixed": Case(sampling=dpscale.FixedSize(size=SIZE, batch=7), wrapper="closure"),
+    "secure": Case(source="secure", wrapper="ddp"),
     "traced-micro": Case(compile=interpreted, micro_batch=3, wrapper="ddp"),
+    "parts": Case(how="parts", wrapper="ddp"),
+    "people": Case(records=2, batch=5, micro_batch=2),
+    "people-empty-backward": Case(records=3, batch=2, steps=12, how="backward", wrapper="ddp"),
+    "people-parts": Case(records=2, batch=5, how="parts"),
 }
 SHARDED = {
     "fsdp-" + name: replace(PLAIN[name], wrapper="fsdp", noise=False)
@@ -189,11 +202,11 @@ def train(case):
     called, given = wrap(case.model(), case.wrapper)
     optimizer = getattr(torch.optim, case.optimizer)((p for p in given.parameters() if p.requires_grad), lr=0.05)
     private = dpscale.privatize(
-        given, optimizer, case.plan(), seed=7, micro_batch=case.micro_batch, compile=case.compile
+        given, optimizer, case.plan(), seed=7, micro_batch=case.micro_batch, compile=case.compile, noise=case.source
     )
     loss = (lambda _, batch: loss_fn(called, batch)) if case.wrapper == "closure" else loss_fn
     drawn = []
-    for batch in private.batches(data(case.plan().sampling.size)):
+    for batch in private.batches(dataset(case)):
         drawn.append(batch.draw.indices.tolist())
         if len(drawn) == 3:  # an evaluation in between, as wrappers do it
             with torch.no_grad():
@@ -201,7 +214,8 @@ def train(case):
         if case.how == "step":
             private.step(batch, loss)
         else:
-            private.backward(loss(called, batch), batch)
+            for part in private.parts(batch, 2) if case.how == "parts" else [batch]:
+                private.backward(loss(called, part), part)
             optimizer.step()
             optimizer.zero_grad()
     parameters = torch.cat([whole(p).detach().flatten() for p in given.parameters()])
@@ -211,7 +225,7 @@ def train(case):
     kept = {type(v).__name__ for each in optimizer.state.values() for v in each.values() if v is not None and v.ndim}
     return {
         "drawn": drawn, "parameters": parameters, "outputs": outputs, "steps": private.steps_taken, "shards": shards,
-        "state": kept, "epsilon": private.epsilon(1e-3) if case.steps == 50 and case.noise else None,
+        "state": kept, "epsilon": private.epsilon(1e-3) if case.steps == 20 and case.noise else None,
     }  # fmt: skip
 
 
@@ -221,7 +235,8 @@ def train(case):
 def private(model=None, *, optimizer=None, lr=0.05, seed=7, **changes):
     model = mlp() if model is None else model
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
-    return dpscale.privatize(model, optimizer, replace(Case(), **changes).plan(), seed=seed)
+    case = replace(Case(), **changes)
+    return dpscale.privatize(model, optimizer, case.plan(), seed=seed, noise=case.source)
 
 
 def frozen(model, rank):
@@ -682,12 +697,12 @@ def ledger_on_one(rank):
     dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.05), Case().plan(), seed=7, ledger=ledger)
 
 
-def noise_in_shards(rank):
+def noise_in_shards(rank, source="fast"):
     """Two steps of noise alone, in units of its standard deviation."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(300, 401))
     plan = replace(Case(), batch=12, steps=2).plan()
-    run = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=1.0), plan)
+    run = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=1.0), plan, noise=source)
     steps = []
     for batch in run.batches(data()):
         before = [p.to_local().detach().clone() for p in model.parameters()]
@@ -703,6 +718,7 @@ FOLDER: list[Path] = []
 FAULTS = {
     "seed": lambda rank: private(seed=rank),
     "plan": other_plan,
+    "source": lambda rank: private(source=["fast", "secure"][rank]),
     "values": lambda rank: private(mlp(rank)),
     "shape": lambda rank: private(mlp(width=6 + rank)),
     "dtype": lambda rank: private(mlp().to([torch.float32, torch.float64][rank])),
@@ -752,6 +768,7 @@ FAULTS = {
     "ahead": ahead,
     "ledger on one": ledger_on_one,
     "noise": noise_in_shards,
+    "secure noise": partial(noise_in_shards, source="secure"),
 }
 
 

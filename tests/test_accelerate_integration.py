@@ -1,5 +1,7 @@
 """Private runs in Accelerate's loop: prepared before and after, in both precisions, saved, and on two ranks."""
 
+import signal
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -44,12 +46,9 @@ def test_bfloat16_is_used_and_weights_stay_wide(order):
     assert private.steps_taken == 4
 
 
-def test_a_saved_state_has_the_run(tmp_path):
-    def save(accelerator, private):
-        if private.steps_taken == 2:
-            accelerator.save_state(str(tmp_path / "state"))
-
-    accelerated("both at once", after=save)
+def test_a_killed_run_goes_on_from_its_saved_state(tmp_path):
+    done = alone(tmp_path, "accelerated_and_killed")
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     weights = []
     for _ in range(2):
         AcceleratorState._reset_state(True)

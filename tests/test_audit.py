@@ -18,8 +18,9 @@ from torch.utils.data import TensorDataset
 
 import dpscale
 from dpscale import audit_statistics as statistics
-from dpscale import sampling, training
+from dpscale import training
 from dpscale.audit import FALSE_ALARM, audit
+from dpscale.chances import Fast
 from dpscale.noise import Noise
 
 from . import audit_ranks
@@ -70,7 +71,7 @@ def too_large_a_bound(patch):
 
 
 def twice_the_rate(patch):
-    patch.setattr(dpscale.Poisson, "_draw", lambda self, rng: np.flatnonzero(rng.random(self.size) < 2 * self.rate))
+    patch.setattr(dpscale.Poisson, "_draw", lambda self, chances: chances.coins(self.size, 2 * self.rate))
 
 
 def some_samples_twice(patch):
@@ -123,7 +124,7 @@ def realised_divisor(patch):
 
 def fixed_size_draws(patch):
     """Another sampler than the one that is accounted for, and with it another adjacency."""
-    patch.setattr(dpscale.Poisson, "_draw", lambda self, rng: sampling._subset(rng, self.size, self.batch))
+    patch.setattr(dpscale.Poisson, "_draw", lambda self, chances: chances.subset(self.size, self.batch))
 
 
 BREAKAGES = {
@@ -210,7 +211,7 @@ def test_a_compiled_step_is_consistent(trained):
     assert trained({"compile": True}).consistent
 
 
-@pytest.mark.parametrize("name", ["heavy-ball", "inner-outer", "disk", "psasc", "fixed-size", "shuffled", "traced"])
+@pytest.mark.parametrize("name", WAYS)
 def test_every_way_to_train_is_looked_at(name, trained, monkeypatch):
     too_little_noise(monkeypatch)
     assert "size of the noise" in failed(trained(WAYS[name]))
@@ -225,6 +226,8 @@ def test_on_two_ranks_the_audit_is_that_of_one_process(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     there, here = json.loads((tmp_path / "report.json").read_text()), audit_ranks.audited()
     assert there["ranks"] == 2 and there["consistent"] and here.consistent
+    assert "what canaries add, all together" in there["failed"]["averaged_sums"]
+    assert "size of the noise" in there["failed"]["averaged_noise"]
     assert there["bounds"] == pytest.approx(here.bounds)
     assert [c["p_value"] for c in there["checks"]] == pytest.approx([c.p_value for c in here.checks], rel=1e-3)
 
@@ -236,8 +239,8 @@ def test_a_bound_of_another_rule_is_found(trained, monkeypatch):
 
 
 def test_a_sample_that_comes_again_within_a_shuffled_epoch_is_found(trained, monkeypatch):
-    order = dpscale.Shuffled._order
-    monkeypatch.setattr(dpscale.Shuffled, "_order", lambda *of: np.where((o := order(*of)) % 50 == 1, o - 1, o))
+    order = Fast.order
+    monkeypatch.setattr(Fast, "order", lambda *of: np.where((o := order(*of)) % 50 == 1, o - 1, o))
     assert "what each canary adds" in failed(trained(WAYS["shuffled"] | {"steps": 120}))
 
 

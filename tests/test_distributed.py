@@ -125,7 +125,7 @@ def test_trap_05_ranks_without_a_row_take_part(name, several, alone):
 def test_trap_34_ranks_train_one_model(wrapper, several, alone):
     """Not each its own: their weights are equal to the bit, their draws are parts of one, and ε is that of the run."""
     name = {"plain": "long", "ddp": "long-ddp"}[wrapper]
-    same(alone(name), several(2)[name], 50)
+    same(alone(name), several(2)[name], CASES[name].steps)
     assert alone(name)["epsilon"] > 0
 
 
@@ -169,9 +169,10 @@ def fits(noise, scale=1.0):
     return abs(float((noise.double() / scale).square().mean()) - 1) < 4.5 * (2 / len(noise)) ** 0.5
 
 
-def test_every_shard_has_noise_of_its_own(two):
+@pytest.mark.parametrize("source", ["noise", "secure noise"])
+def test_every_shard_has_noise_of_its_own(source, two):
     """60,000 numbers per shard and step: the error of their variance is 0.6%, that of 0.97σ and 1.03σ is 6%."""
-    stretches = [noise for rank in two["noise"] for noise in rank]
+    stretches = [noise for rank in two[source] for noise in rank]
     for noise in stretches:
         assert fits(noise) and not fits(noise, 0.97) and not fits(noise, 1.03)
     for a, first in enumerate(stretches):
@@ -271,6 +272,7 @@ BOTH = {
     "sharded buffer": "disagree in privatize() about 'values'.",
     "ledger on one": "disagree in privatize() about 'ledger': False and True. Pass the ledger, and the name of the run",
     "plan": "disagree in privatize() about 'plan': Plan(scaling=Clip(C=0.5), sampling=Poisson(size=60, batch=12",
+    "source": "disagree in privatize() about 'noise': fast and secure. Draw it from the same source on every rank",
     "values": "disagree in privatize() about 'values'. Call torch.manual_seed(0)",
     "shape": "about 'parameters': ('0.weight', (6, 4), 'torch.float32', True) and ('0.weight', (7, 4)",
     "dtype": "about 'parameters': ('0.weight', (6, 4), 'torch.float32', True) and ('0.weight', (6, 4), 'torch.float64'",

@@ -86,6 +86,26 @@ def test_batches_may_be_taken_ahead(prefetch, dataset, how, change):
     assert not run.model._forward_hooks and not run.model._forward_pre_hooks
 
 
+def test_a_batch_that_is_fetched_while_the_device_works_is_the_one_that_would_have_come(monkeypatch):
+    monkeypatch.setattr("dpscale.training.on_device", lambda dataset, loader: True)
+
+    def trained(fetches):
+        run = private(steps=6)
+        for epoch in (2, 4):  # a loop that is left drops what was fetched ahead of it
+            for k, batch in enumerate(run.batches(data())):
+                for _ in range(fetches):
+                    run._state.ahead()
+                run.step(batch, loss_fn)
+                if k + 1 == epoch:
+                    break
+        assert run._state.ahead is None
+        return run
+
+    plain, fetched = trained(0), trained(2)
+    assert plain.steps_taken == fetched.steps_taken == 6
+    assert vector(plain.model).equal(vector(fetched.model))
+
+
 @pytest.mark.parametrize("how", ["step", "backward"])
 def test_draws_are_released_in_any_order_and_each_once(how):
     run = private()

@@ -8,6 +8,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
@@ -16,7 +17,19 @@ import dpscale
 from dpscale.integrations.lightning_parts import _warn_once
 
 from .helpers import SIZE, data, loss_fn, mlp, private, vector
-from .lightning_runs import BUDGETS, LOADER, Manual, ModelCheckpoint, Module, PrivateCallback, fit, pl, plan, trainer
+from .lightning_runs import (
+    BUDGETS,
+    LOADER,
+    RANKED,
+    Manual,
+    ModelCheckpoint,
+    Module,
+    PrivateCallback,
+    fit,
+    pl,
+    plan,
+    trainer,
+)
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [
@@ -106,6 +119,48 @@ def test_the_plan_is_that_of_the_trainers_limits(settings, steps, batch, monkeyp
 def test_training_stops_with_the_plan():
     _, callback, running = fit(max_epochs=50)
     assert running.global_step == callback.private.steps_taken == 10 and running.current_epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "settings"),
+    [(5, {}), (None, {"accumulate_grad_batches": 2, "loader": {"batch_size": 6}})],
+    ids=["micro", "accumulated"],
+)
+def test_a_draw_in_micro_batches_is_the_draw(micro_batch, settings):
+    """Accumulated batches are parts of one draw: they are released once, with noise once, and count as one step."""
+    rows, planned = [], []
+
+    class Counted(Module):
+        def on_train_start(self):
+            planned.append(self.trainer.estimated_stepping_batches)
+
+        def training_step(self, batch, batch_idx):
+            rows.append(len(batch[0]))
+            return {"loss": super().training_step(batch, batch_idx)}
+
+    callback = PrivateCallback(epsilon=4, delta=1e-3, seed=0, micro_batch=micro_batch)
+    module, _, running = fit(Counted(), callback, **settings)
+    plain = fit(Module(), PrivateCallback(epsilon=4, delta=1e-3, seed=0))
+    torch.testing.assert_close(vector(module), vector(plain[0]))
+    assert running.global_step == callback.private.steps_taken == 10 and planned == [10]
+    assert callback.private.plan == plain[1].private.plan and callback.private.epsilon() <= 4
+    assert max(rows[10:]) <= (micro_batch or 6)  # a look at the first batch takes more
+    assert running.accumulate_grad_batches == settings.get("accumulate_grad_batches", 1)
+
+
+def test_accumulated_batches_are_looked_at_and_log_nothing(caplog):
+    class Coupled(Module):
+        def training_step(self, batch, batch_idx):
+            losses = super().training_step(batch, batch_idx)
+            return losses / losses.detach().sum()
+
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
+        fit(Coupled(), accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match="one per sample"):
+        fit(Mean(), accumulate_grad_batches=2)
+    _warn_once.cache_clear()
+    _, _, running = fit(Logging(), accumulate_grad_batches=2)
+    assert "train_loss" not in running.callback_metrics and "it is dropped" in caplog.text
 
 
 def test_the_sampler_is_replaced_and_that_is_said(caplog):
@@ -239,7 +294,6 @@ def test_a_plain_backward_of_ones_own_is_refused():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"accumulate_grad_batches": 2}, r"'accumulate_grad_batches' .* must be 1\. Got 2 .*PrivateCallback\(batch="),
         ({"gradient_clip_val": 1.0}, r"'gradient_clip_val' .* must be None\. Got 1\.0 .*scaling=dpscale\.Clip"),
         ({"max_epochs": -1}, r"'max_epochs' parameter of Trainer must be given"),
     ],
@@ -254,6 +308,26 @@ def test_loss_scaling_is_refused():
     running.strategy.precision_plugin.precision = "16-mixed"
     with pytest.raises(ValueError, match=r"'precision' .* without loss scaling. Got '16-mixed' .* 'bf16-mixed'"):
         running.fit(Module(), DataLoader(data(), **LOADER))
+
+
+def test_accumulation_that_changes_is_refused():
+    with pytest.raises(ValueError, match=r"without one that changes accumulate_grad_batches\. Got \['Gradient"):
+        fit(None, None, pl.callbacks.GradientAccumulationScheduler({1: 2}))
+
+
+def test_a_tuner_that_would_train_without_privacy_is_refused():
+    module = Module()
+    before = vector(module)
+    with pytest.raises(RuntimeError, match=r"A tuner .* without privacy\. Nothing was trained.*dpscale\.tune"):
+        fit(module, None, pl.callbacks.LearningRateFinder(num_training_steps=3))
+    assert torch.equal(vector(module), before)
+
+
+def test_barebones_trainers_and_numbers_of_numpy():
+    callback = PrivateCallback(epsilon=4, delta=1e-3, batch=np.int64(12), seed=0)
+    running = pl.Trainer(barebones=True, max_epochs=2, accelerator="cpu", callbacks=[callback])
+    running.fit(module := Module(), DataLoader(data(), **LOADER))
+    assert torch.equal(vector(module), vector(fit(Module(), PrivateCallback(epsilon=4, delta=1e-3, seed=0))[0]))
 
 
 @pytest.mark.parametrize("given", [{}, {"epsilon": 3}, {"plan": plan(), "epsilon": 3, "delta": 1e-3}])
@@ -374,7 +448,7 @@ def test_a_killed_fit_goes_on_and_the_ledger_has_every_step(tmp_path):
 def test_two_ranks_are_one_process(tmp_path):
     done = script("ranks", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, kind in (("automatic", Module), ("manual", Manual)):
+    for name, (kind, _, _) in RANKED.items():
         module, callback, running = fit(kind(), PrivateCallback(**BUDGETS[name], seed=0))
         (first, *rest), (second, *more) = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))
         assert torch.equal(first, second)

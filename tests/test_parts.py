@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import Dataset, TensorDataset
 
 import dpscale
@@ -36,11 +36,11 @@ def test_nothing_is_released_before_the_last_part(tmp_path):
     ledger = dpscale.Ledger(tmp_path / "ledger", epsilon=100, delta=1e-3)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    plan = private(delta=1e-3).plan
-    run = dpscale.privatize(model, optimizer, plan, ledger=ledger)
+    everyone = dpscale.FullBatch(size=SIZE)  # with a ledger draws are never seeded: some are too small for two parts
+    run = dpscale.privatize(model, optimizer, private(delta=1e-3, sampling=everyone).plan, ledger=ledger)
     batches = run.batches(data())
     batch = next(batches)
-    *first, last = in_parts(run, batch, 4)
+    *first, last = in_parts(run, batch, 16)
     assert len(first) > 1
     for part, losses in first:
         run.backward(losses, part)
@@ -159,38 +159,111 @@ class Sequences(Dataset):
 
 
 class Packing(nn.Module):
+    """Takes what its loss function is given: a packed sequence, or padded rows with lengths."""
+
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.lstm, self.head = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 1)
 
-    def forward(self, x, lengths):
-        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+    def forward(self, packed):
         return self.head(self.lstm(packed)[1][0][-1]).squeeze(1)
 
 
-def test_packed_batches_are_refused_and_the_advice_works(caplog):
-    def model():
-        torch.manual_seed(0)
-        return Packing()
+def packing(rows):
+    return pack_sequence(rows, enforce_sorted=False), torch.tensor([float(len(row)) for row in rows])
 
-    run = private(model())
-    for wrap in (lambda packed: packed, lambda packed: {"x": packed}, lambda packed: (packed, torch.zeros(3))):
-        with pytest.raises(ValueError, match=r"returned a PackedSequence.*pack_padded_sequence\(.*which is fast"):
-            next(run.batches(Sequences(), collate_fn=lambda rows, w=wrap: w(pack_sequence(rows, enforce_sorted=False))))
 
-    def padded(rows):
-        return pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
+def sorting(rows):
+    """As many scripts do: the longest first, and labels with them."""
+    rows = sorted(rows, key=len, reverse=True)
+    return pack_sequence(rows), torch.tensor([float(len(row)) for row in rows])
 
-    def fast(model, batch):
-        x, lengths = batch
-        out = model.lstm(x)[0]
-        return model.head(out[torch.arange(len(x)), lengths - 1]).squeeze(1) ** 2
 
-    runs = private(model()), private(model())
-    for one, loss in zip(runs, (lambda model, batch: model(*batch) ** 2, fast), strict=True):
-        for batch in one.batches(Sequences(), collate_fn=padded):
-            one.step(batch, loss)
-    torch.testing.assert_close(vector(runs[0].model), vector(runs[1].model))
+def padding(rows):
+    return pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
+
+
+def packed_loss(model, batch):
+    assert isinstance(batch[0], PackedSequence)
+    return (model(batch[0]) - batch[1]) ** 2
+
+
+def padded_loss(model, batch):
+    x, lengths = batch
+    out = model.lstm(x)[0]
+    return (model.head(out[torch.arange(len(x)), lengths - 1]).squeeze(1) - lengths) ** 2
+
+
+def trained_on(collate, loss, people=None, **options):
+    size = SIZE if people is None else len(people)
+    run = private(Packing(), sampling=dpscale.Poisson(size=size, batch=6), **options)
+    for batch in run.batches(people or Sequences(), collate_fn=collate):
+        run.step(batch, loss)
+    assert run.steps_taken == 5
+    return vector(run.model)
+
+
+@pytest.mark.parametrize(
+    ("collate", "loss", "options"),
+    [
+        (packing, packed_loss, {}),
+        (sorting, packed_loss, {}),
+        (packing, packed_loss, {"micro_batch": 4}),
+        (lambda rows: {"x": packing(rows)[0], "y": packing(rows)[1]}, lambda m, b: packed_loss(m, [*b.values()]), {}),
+        (lambda rows: packing(rows)[0], lambda m, b: (m(b) - pad_packed_sequence(b)[1]) ** 2, {}),
+    ],
+    ids=["packed", "sorted", "micro", "mapping", "alone"],
+)
+def test_packed_sequences_train_as_padded_ones_do(collate, loss, options):
+    torch.testing.assert_close(trained_on(collate, loss, **options), trained_on(padding, padded_loss))
+
+
+def test_packed_sequences_of_people():
+    people = dpscale.by_user(Sequences(), [i // 3 for i in range(SIZE)], records=2)
+    found = trained_on(packing, packed_loss, people)
+    torch.testing.assert_close(found, trained_on(padding, padded_loss, people))
+    with pytest.raises(ValueError, match="collate_fn changes the order of its rows"):
+        trained_on(sorting, packed_loss, people)
+
+
+def test_a_sample_of_a_packed_batch_moves_the_sum_by_one_bound_at_most():
+    """Also the longest, which decides how many time steps the others are packed into."""
+    rows = [Sequences()[i] * 100 for i in range(9)]
+    rule = dpscale.AutoS(C=0.1, r=1e-6)
+
+    def summed(rows):
+        everyone, no_noise = dpscale.FullBatch(size=len(rows)), {"noise_multiplier": None, "unsafe_no_noise": True}
+        run = private(Packing(), sampling=everyone, steps=1, scaling=rule, **no_noise)
+        grads = []
+        run.optimizer.register_step_pre_hook(
+            lambda *_: grads.append(torch.cat([p.grad.flatten() * len(rows) for p in run.model.parameters()]))
+        )
+        for batch in run.batches(rows, collate_fn=packing):
+            run.step(batch, packed_loss)
+        return grads[0]
+
+    whole = summed(rows)
+    for gone in (0, 4, 8):
+        move = float((whole - summed(rows[:gone] + rows[gone + 1 :])).norm()) / rule.bound
+        assert 0.9 < move <= 1 + 1e-5
+
+
+def test_a_packed_batch_in_a_loop_of_ones_own_is_told_what_to_do():
+    run = private(Packing())
+    batches = run.batches(Sequences(), collate_fn=packing)
+    x, y = batch = next(batches)
+    assert isinstance(x, PackedSequence) and isinstance(batch[0], PackedSequence) and batch.data[0].rows.ndim == 3
+    with pytest.raises(dpscale.UnsupportedModel, match=r"it is given a PackedSequence, .*Call private\.step"):
+        run.backward((run.model(x) - y) ** 2)
+    run.step(batch, packed_loss)
+    assert run.steps_taken == 1
+
+
+def test_a_packed_batch_can_be_checked():
+    batch = packing([Sequences()[i] for i in range(12)])
+    report = dpscale.check(Packing(), packed_loss, batch)
+    assert report and "sample by sample" in str(report)
 
 
 def test_a_tensor_dataset_of_people_in_parts_is_never_divided_within_a_person():

@@ -1,6 +1,7 @@
 """People instead of rows: the oracle is a plain loop over people, the bound is tried out on neighbouring people."""
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -403,6 +404,22 @@ def test_people_may_be_split_but_not_joined():
         ({"users": USERS[1:]}, f"of {len(USERS)} entries, one for each record. Got {len(USERS) - 1}"),
         ({"users": [None, *USERS[1:]]}, "numbers or names, one for each record. Got 'None for record 0'"),
         ({"users": [float("nan"), *USERS[1:]]}, "Got 'nan for record 0'.*a person of its own"),
+        ({"users": [np.float32("nan"), *USERS[1:]]}, "Got 'nan for record 0'"),  # which is no float of Python
+        ({"users": [pandas.NA, *USERS[1:]]}, "Got '<NA> for record 0'"),
+        ({"users": pandas.Series(USERS).astype("Int64").where(USERS > 0)}, r"Got '<NA> for record \d"),
+        ({"users": [pandas.NaT, *USERS[1:]]}, "Got 'NaT for record 0'"),
+        ({"users": [(1, float("nan")), *USERS[1:]]}, r"Got '\(1, nan\) for record 0'"),
+        ({"users": [object(), *USERS[1:]]}, "Got '<object object at .* for record 0'"),  # equal to itself alone
+        ({"users": ["3", *USERS[1:].tolist()]}, r"must be of one type. Got \"'3' \(str\) and \d \(int\)\".*two ways"),
+        ({"users": [b"3", *map(str, USERS[1:])]}, r"Got \"b'3' \(bytes\) and '\d' \(str\)\""),
+        ({"users": dict(enumerate(USERS))}, "numbers or names, one for each record. Got 'dict'"),
+        ({"users": set(range(len(USERS)))}, "Got 'set'"),
+        ({"users": pandas.DataFrame({"who": USERS})}, "Got 'DataFrame'"),
+        ({"users": 5}, "Got 'int'"),
+        (
+            {"dataset": dpscale.by_user(records_of(), USERS, records=K), "users": range(PEOPLE)},
+            "of records. Got 'people'",
+        ),
         ({"users": np.stack([USERS, USERS], 1)}, "numbers or names"),
         ({"users": "name"}, "the name of a column only for a data frame"),
         ({"records": 0}, "'records' parameter of by_user must be an integer >= 1. Got 0"),
@@ -413,6 +430,18 @@ def test_people_may_be_split_but_not_joined():
 def test_what_cannot_be_people_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dpscale.by_user(**{"dataset": records_of(), "users": USERS, "records": K} | change)
+
+
+def test_names_that_are_equal_are_one_person():
+    """However a number is held, and whatever holds the names."""
+    rows = records_of(size=6)
+    plain = ["ann", "bob", "ann", "ann", "eve", "bob"]
+    as_text, numbers = np.array(plain), [1, 1.0, np.int64(1), True, np.float32(1), 2]
+    series = pandas.Series(plain, index=[5, 4, 3, 2, 1, 0])  # by place, not by label
+    for users in (plain, as_text, [*as_text], series, series.astype("category"), series.astype("string"), iter(plain)):
+        people = dpscale.by_user(rows, users, records=2)
+        assert people.users == ["ann", "bob", "eve"] and [int(r[2]) for r in people[0]] == [0, 2, 3]
+    assert dpscale.by_user(rows, numbers, records=2).users == [1, 2]
 
 
 def test_people_who_are_mixed_by_the_model_are_refused():

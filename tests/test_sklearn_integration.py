@@ -2,6 +2,9 @@
 
 import logging
 import pickle
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +20,8 @@ from torch.utils.data import TensorDataset
 
 import dpscale
 from dpscale.integrations.sklearn import PrivateClassifier
+
+from .test_distributed import environment
 
 X, y = make_blobs(120, centers=3, n_features=2, random_state=0)
 QUICK = {"epochs": 10, "random_state": 0}
@@ -93,6 +98,10 @@ def test_classes_may_be_given_and_the_statement_says_which(caplog):
     ("given", "words"),
     [
         ({"bounds": (1, 1)}, r"'bounds' .*low < high"),
+        ({"bounds": (0, np.inf)}, r"'bounds' .*finite"),
+        ({"bounds": ([0, 0, 0], [1, 1, 1])}, r"'bounds' .*each a number or 2 of them"),
+        ({"bounds": (0, 1, 2)}, r"'bounds' .*\(low, high\)"),
+        ({"module": nn.Linear(2, 2)}, r"'module' .*score for each of 3 classes\. Got 'shape \(2, 2\) of 2 rows'"),
         ({"epsilon": 0}, r"'epsilon' parameter of Plan\.calibrate must be a finite number > 0"),
         ({"delta": 1}, r"'delta'"),
         ({"learning_rate": -1}, r"'learning_rate' parameter of PrivateClassifier"),
@@ -144,7 +153,38 @@ def test_a_ledger_ends_a_search_that_would_spend_too_much(tmp_path):
     assert 1 < len(ledger.runs()) < 6 and 1 < ledger.spent().epsilon <= 2
 
 
+KILLED = """
+import os, signal, sys
+from sklearn.datasets import make_blobs
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from dpscale.integrations.sklearn import PrivateClassifier
+
+steps = []
+
+def end(*_):
+    steps.append(1)
+    if len(steps) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+register_optimizer_step_post_hook(end)
+PrivateClassifier(epsilon=1, ledger=sys.argv[1], epochs=10).fit(*make_blobs(120, centers=3, random_state=0))
+"""
+
+
+def test_a_killed_fit_is_charged_and_the_next_adds_to_it(tmp_path):
+    ledger = dpscale.Ledger(tmp_path / "ledger", epsilon=20, delta=1e-4)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "ledger")]
+    done = subprocess.run(command, env=environment(), capture_output=True, timeout=240, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    (lost,) = ledger.runs()
+    assert 3 <= lost.charged <= 10
+    before = ledger.spent().epsilon
+    PrivateClassifier(epsilon=1, ledger=ledger, epochs=10).fit(X, y)
+    assert len(ledger.runs()) == 2 and ledger.spent().epsilon > before > 0.1
+
+
 def test_a_grid_search_and_pickle():
-    search = GridSearchCV(PrivateClassifier(epochs=5), {"learning_rate": [1.0, 4.0]}, cv=2).fit(X, y)
+    space = {"learning_rate": np.float32([1, 4]), "batch": np.array([20]), "epsilon": np.float32([3])}
+    search = GridSearchCV(PrivateClassifier(epochs=5), space, cv=2, error_score="raise").fit(X, y)
     again = pickle.loads(pickle.dumps(search.best_estimator_))
     assert np.array_equal(again.predict(X), search.predict(X)) and again.epsilon_ <= 3

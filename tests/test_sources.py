@@ -5,9 +5,10 @@ import logging
 import numpy as np
 import pytest
 import torch
+from scipy.sparse import csr_matrix
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Subset, SubsetRandomSampler
 
 import dpscale
 
@@ -40,6 +41,7 @@ SOURCES = {
     "frame": lambda: (frame(), {"target": "y"}),
     "hugging-face": lambda: (hugging_face(), {}),
     "hugging-face, numpy": lambda: (hugging_face().with_format("numpy"), {}),
+    "frame and series": lambda: ((frame()[["x0", "x1", "x2", "x3"]], frame()["y"]), {}),
     "samples": lambda: ([(x, int(y)) for x, y in zip(torch.from_numpy(X), Y, strict=True)], {}),
     "loader": lambda: (DataLoader(hugging_face().with_format("torch"), batch_size=4), {}),
 }
@@ -117,6 +119,10 @@ class Stream(IterableDataset):
         (lambda: (X, Y), {"target": "y"}, "'target' parameter of make_private must be left out unless"),
         (lambda: datasets.DatasetDict(train=hugging_face()), {}, r"one split of a dataset. Got .*splits \['train'\]"),
         (lambda: hugging_face().to_iterable_dataset(), {}, "Got 'IterableDataset'"),
+        (lambda: (X.tolist(), Y.tolist()), {}, "of arrays, or samples.*Got 'tuple of list, list'.*numpy.asarray"),
+        (lambda: [X.tolist(), Y], {"batch": "auto"}, "Got 'list of list, ndarray'"),
+        (lambda: (csr_matrix(X), Y), {}, "Got 'tuple of csr_matrix, ndarray'.*toarray"),
+        (lambda: frame().set_axis([*"aabc", "y"], axis=1), {"target": "y"}, r"names of their own. Got \"\['a'\] more"),
         (lambda: "data.csv", {"batch": 2}, "must be a dataset.*Got 'str'"),
         (lambda: {"x": X, "y": Y}, {}, "must be a dataset.*Got 'dict'"),
     ],
@@ -125,6 +131,43 @@ def test_what_cannot_be_data_gets_one_line(source, options, message):
     with pytest.raises(ValueError, match=message) as error:
         made(source(), **options)
     assert "\n" not in str(error.value)
+
+
+def test_missing_values_of_a_frame_are_said(caplog):
+    gaps = frame()
+    gaps.loc[3, "x1"] = np.nan
+    run = made(gaps, target="y")
+    assert "values are missing in the columns ['x1']" in caplog.text and "by a constant" in caplog.text
+    for batch in run.batches():
+        run.step(batch, loss_fn)
+    assert all(bool(p.isfinite().all()) for p in run.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        lambda: Subset(data(), [*range(SIZE - 1), 3]),
+        lambda: Subset(Subset(data(), range(SIZE)), [*range(SIZE - 1), 3]),
+        lambda: (lambda rows: ConcatDataset([Subset(rows, range(31)), Subset(rows, range(30, SIZE - 1))]))(data()),
+    ],
+    ids=["subset", "nested", "joined"],
+)
+def test_a_sample_that_is_there_twice_is_refused(twice):
+    """It would add twice the bound."""
+    with pytest.raises(ValueError, match=r"each sample once\. Got '1 samples again'.*by_user\(dataset, users"):
+        made(twice())
+    rows = data()
+    apart = ConcatDataset([Subset(rows, range(30)), Subset(rows, range(30, SIZE))])
+    assert len(made(apart).batches()) == len(made(ConcatDataset([data(), data()]), batch=24).batches()) == 5
+
+
+@pytest.mark.parametrize(
+    "sampler", [BatchSampler(SubsetRandomSampler(range(30)), 5, False), [[*range(15)], [*range(15, 30)]]]
+)
+def test_a_loader_whose_batches_leave_samples_out_is_refused(sampler):
+    with pytest.raises(ValueError, match=r"over all 60 samples of its dataset\. Got 'one whose sampler has 30'"):
+        made(DataLoader(data(), batch_sampler=sampler))
+    made(DataLoader(data(), batch_sampler=BatchSampler(SubsetRandomSampler(range(SIZE)), 5, False)))
 
 
 # -- Other wrong objects ---------------------------------------------------------------------------------------------
@@ -141,6 +184,12 @@ def test_numbers_of_numpy_are_numbers():
     for batch in run.batches():
         run.step(batch, loss_fn)
     assert len(dpscale.by_user(data(), np.arange(SIZE) % 7, records=np.int64(2))) == 7
+    short = made(data(), epsilon=np.float32(3), delta=np.float32(1e-3)).plan
+    assert short.noise_multiplier == pytest.approx(run.plan.noise_multiplier, rel=1e-3) and type(short.delta) is float
+    again = made(data())
+    batches = again.batches()
+    batch = next(batches)
+    assert len([*again.parts(batch, np.int64(5))]) == len([*again.parts(batch, 5)]) == -(-len(batch[0]) // 5)
 
 
 def test_a_lazy_module_is_told_what_to_do():

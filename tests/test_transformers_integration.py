@@ -356,6 +356,31 @@ def test_a_plan_takes_the_place_of_the_budget(tmp_path):
     assert run.state.log_history[-1]["epsilon"] == plan.epsilon(delta=1e-3)
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_people_are_trained_on(tmp_path, planned):
+    """The plan of the trainer says so too: what it states is what is protected."""
+    people = dpscale.by_user(Texts(), [i // 3 for i in range(SIZE)], records=2)
+    sampling = dpscale.Poisson(size=len(people), batch=BATCH)
+    given = {"plan": trainers.plan(sampling=sampling, steps=2)} if planned else {}
+    run = trainer(tmp_path, train_dataset=people, **given)
+    assert "a person with at most 2 records" in run.plan.statement() and run.plan.sampling.size == SIZE // 3
+    run.train()
+    assert run.private.plan == run.plan and run.private.statement().startswith("Guarantee")
+    assert run.state.log_history[-1]["epsilon"] == run.plan.epsilon() == run.private.epsilon()
+
+
+def test_tensorboard_has_epsilon_beside_the_step(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = trainer(tmp_path, changes={"report_to": ["tensorboard"], "logging_steps": 1})
+    run.train()
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    found = events.EventAccumulator(str(folder)).Reload()
+    values = [(e.step, e.value) for e in found.Scalars("train/epsilon")]
+    assert [step for step, _ in values] == [1, 2, 3, 4, 5, 5]
+    assert [value for _, value in values] == pytest.approx([run.plan.epsilon(steps=step) for step, _ in values])
+    assert not {tag for tag in found.Tags()["scalars"] if "loss" in tag}
+
+
 class Stream(IterableDataset):
     def __len__(self):
         return SIZE
@@ -376,6 +401,10 @@ REFUSED = {
     "train_dataset": (
         {"train_dataset": Stream()},
         "must be a dataset with a length and samples by index. Got 'Stream'",
+    ),
+    "args.accelerator_config": (
+        {"changes": {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}},
+        "must be without gradient accumulation. Got 4 instead",
     ),
     "epsilon": ({"epsilon": None}, "must be given, and delta, or plan in their place"),
     "plan": ({"plan": PLAN, "epsilon": 3}, "must be given alone. Got 'epsilon or scaling beside it' instead"),

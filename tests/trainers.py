@@ -166,6 +166,18 @@ def accelerated(order, precision="no", after=None):
     return private
 
 
+def accelerated_and_killed(folder):
+    """Saved after two steps, lost after three."""
+
+    def save_or_end(accelerator, private):
+        if private.steps_taken == 2:
+            accelerator.save_state(str(folder / "state"))
+        if private.steps_taken == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    accelerated("both at once", after=save_or_end)
+
+
 def both_orders(folder):
     first = accelerated("privatize first")
     second = accelerated("prepare first")

@@ -1,17 +1,18 @@
 """Batch: data and the draw that they came from. Padding to the sizes that a compiled step meets again."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.checks import complaint, out_of_memory
@@ -20,8 +21,11 @@ from dpscale.engine.arguments import has_rows, over_rows, tensors_in
 from dpscale.engine.compat import register_tree_node
 from dpscale.engine.verify.randomness import host_states, torch_states
 from dpscale.engine.verify.rows import Features, blank_of, features, neutral
+from dpscale.packing import packed, unpacked
 from dpscale.sampling import Draw, Indices
 from dpscale.shapes import Sizes
+
+T = TypeVar("T")
 
 
 class Batch:
@@ -32,7 +36,8 @@ class Batch:
 
     Attributes:
         data: what the dataset and its ``collate_fn`` gave, a row for every sample drawn. Where people are drawn
-            (`by_user`), a row for every record, as many for each person, which stand together.
+            (`by_user`), a row for every record, as many for each person, which stand together. A `PackedSequence` is
+            held as padded rows and lengths, and is packed again for ``loss_fn``, and for whoever takes it out.
         draw: its number, the indices of its samples, and a mask of its rows.
         singles: some of its samples as ``collate_fn`` gives them alone, by their place.
         rows: numbers that tell its samples apart, from before they were moved or changed.
@@ -77,13 +82,13 @@ class Batch:
         return len(self.data)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.data)
+        return iter(packed(self.data))
 
     def __contains__(self, item: Any) -> bool:
         return item in self.data
 
     def __getitem__(self, key: Any) -> Any:
-        return self.data[key]
+        return packed(self.data[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.data[key] = value
@@ -190,13 +195,17 @@ class Collated:
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], each: int | None = None) -> None:
-        self.collate, self.each = collate, each
+        self.given, self.each = collate, each
+
+    def collate(self, rows: list[Any]) -> Any:
+        """As it was given, but nothing is packed: rows must be rows of samples."""
+        return unpacked(self.given(rows))
 
     def __call__(self, rows: list[Any]) -> tuple[int, Any, dict[int, Any]]:
         """(How many rows came, the batch, the shortest and the longest sample as batches of their own.)"""
         count, each = len(rows), self.each or 1  # before `collate`, which may change the list
         singles = {}
-        if self.collate is not default_collate:
+        if self.given is not default_collate:
             samples = [rows[k : k + each] for k in range(0, count, each)]
             sizes = [sum(t.numel() for t in tensors_in(sample)) for sample in samples]
             ends = {sizes.index(min(sizes)), sizes.index(max(sizes))} if sizes else set()
@@ -252,6 +261,30 @@ class Pick(NamedTuple):
         return Pick(indices, indices if len(indices) else np.zeros(1, dtype=np.int64))
 
 
+def on_device(dataset: Dataset[Any], loader: Mapping[str, Any]) -> bool:
+    """Whether a batch of it is chosen from tensors, all of them on an accelerator."""
+    return type(dataset) is TensorDataset and not loader and all(t.device.type != "cpu" for t in dataset.tensors)
+
+
+class Ahead(Iterator[T]):
+    """The same, of which one may be fetched ahead of time: while there is nothing else to do."""
+
+    def __init__(self, source: Iterator[T]) -> None:
+        self._source, self._fetched, self._one = source, list[T](), threading.Lock()
+
+    def fetch(self) -> None:
+        """One, unless there is one already, or somebody else is at it."""
+        if self._one.acquire(blocking=False):
+            try:
+                self._fetched += [] if self._fetched else islice(self._source, 1)
+            finally:
+                self._one.release()
+
+    def __next__(self) -> T:
+        with self._one:
+            return self._fetched.pop() if self._fetched else next(self._source)
+
+
 def chosen_rows(tensors: Sequence[Tensor], draws: Iterable[Indices]) -> Iterator[tuple[Tensor, ...]]:
     """The chosen rows of each tensor, on the device where it is."""
     for indices in draws:
@@ -297,25 +330,10 @@ def fetched(
                 f"The dataset gave {count} samples where {wanted} were drawn. Which of them are missing cannot be "
                 "told. Give a sample for each index: one that cannot be read may be a constant, such as zeros."
             )
-        _require_unpacked(data)
         if len(pick.indices):
             yield pick, data, singles, None if table is None else table[pick.rows].reshape(len(pick.indices), -1)
         else:
             yield pick, neutral(data), {}, None
-
-
-def _require_unpacked(data: Any) -> None:
-    """Refuse a `PackedSequence`: its rows are time steps, of which nothing says whose they are."""
-    if isinstance(data, PackedSequence):
-        raise ValueError(
-            "collate_fn returned a PackedSequence, whose rows are time steps and not samples. Return the padded tensor "
-            "and the lengths. Pack them in the model, pack_padded_sequence(x, lengths.cpu(), batch_first=True, "
-            "enforce_sorted=False), which runs sample by sample; or run the layer on the padded tensor and take each "
-            "sample's output at its length, which is fast."
-        )
-    for value in data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ():
-        if isinstance(value, (Mapping, list, tuple)):
-            _require_unpacked(value)
 
 
 def rows_of(data: Any) -> int | None:

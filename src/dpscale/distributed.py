@@ -62,6 +62,7 @@ _ADVICE = {
     "the first rank alone.",
     "draw": "Take and release batches in the same order on every rank.",
     "steps taken": "Load the same state on every rank.",
+    "noise": "Draw it from the same source on every rank.",
     "ledger": "Pass the ledger, and the name of the run, on every rank: the first one books for all.",
 }
 """What to do where ranks disagree."""

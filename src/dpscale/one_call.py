@@ -17,6 +17,7 @@ from dpscale.people import people_of
 from dpscale.plan import Plan
 from dpscale.sampling import Poisson
 from dpscale.scaling import PSASC, Scaling
+from dpscale.secure_noise import Source
 from dpscale.sources import dataset_of
 from dpscale.training import Private, privatize
 
@@ -36,6 +37,7 @@ def make_private(
     epochs: float | None = None, batch: int | Literal["auto"] = "auto", scaling: Scaling | None = None,
     momentum: Momentum | None = None, seed: int | None = None, micro_batch: int | None = None,
     compile: bool | None = None, ledger: Ledger | None = None, run: str | None = None, group: Any = None,
+    noise: Source | None = None,
 ) -> Private:  # fmt: skip
     """Plan for ``data``, calibrate to the budget, and `privatize`: ``private.epochs()`` then needs no argument.
 
@@ -55,7 +57,7 @@ def make_private(
         scaling: None: ``PSASC(C=0.5, s=0.5, r=1e-3)``. Rules that are tuned alike come out alike, so the paper's is as
             good as any. Its bound is C/s = 1: under SGD, the learning rate is then the normalized one, of which
             `Advice.rates` says a range, which is logged in the terms of the optimizer.
-        momentum, seed, micro_batch, compile, ledger, run, group: as for `Plan` and `privatize`.
+        momentum, seed, micro_batch, compile, ledger, run, group, noise: as for `Plan` and `privatize`.
 
     Example:
         >>> import torch, dpscale; from torch import nn; from torch.utils.data import DataLoader, TensorDataset
@@ -72,7 +74,7 @@ def make_private(
     """
     dataset, loader = taken_apart(data, target)
     people = people_of(dataset)
-    batch, epochs = plain_number(batch), plain_number(epochs)
+    batch, epochs, epsilon, delta = map(plain_number, (batch, epochs, epsilon, delta))
     size = len(dataset)  # type: ignore[arg-type]
     require(size > 0, "make_private", "data", "a dataset with at least one sample", "an empty dataset")
     rule = DEFAULT_RULE if scaling is None else scaling
@@ -89,9 +91,9 @@ def make_private(
     plan = plan if people is None else replace(plan, records=people.records)
     log.info("dpscale: batch %d on average, %g epochs, %d steps, noise multiplier %.4g.", plan.expected_batch,
              plan.epochs, plan.steps, plan.noise_multiplier)  # fmt: skip
-    _log_rates(optimizer, plan)
     private = privatize(model, optimizer, plan, seed=seed, micro_batch=micro_batch, compile=compile, ledger=ledger,
-                        run=run, group=group)  # fmt: skip
+                        run=run, group=group, noise=noise)  # fmt: skip
+    _log_rates(private.model, optimizer, plan)
     private.remember(data, dataset, loader)
     if isinstance(data, DataLoader):
         log.warning(
@@ -101,10 +103,12 @@ def make_private(
     return private
 
 
-def _log_rates(optimizer: Optimizer, plan: Plan) -> None:
+def _log_rates(model: nn.Module, optimizer: Optimizer, plan: Plan) -> None:
     """Learning rates to try, in the terms of this optimizer."""
     assert plan.steps and plan.noise_multiplier is not None
-    lowest, highest = rates_for(plan.steps, plan.noise_multiplier / (plan.expected_batch * plan.steps**0.5))
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    noise = plan.noise_multiplier / (plan.expected_batch * plan.steps**0.5)
+    lowest, highest = rates_for(plan.steps, noise, parameters)
     carried = optimizer.param_groups[0].get("momentum", 0)
     factor = (1 - carried) / plan.bound
     if isinstance(optimizer, SGD) and factor > 0 and plan.momentum is None:
@@ -119,10 +123,19 @@ def taken_apart(data: Any, target: str | None = None) -> tuple[Dataset[Any], dic
     size = len(dataset_of("make_private", data.dataset, target))  # type: ignore[arg-type]
     require(data.batch_sampler is not None, "make_private", "data", "a DataLoader that makes batches of samples",
             "one with batch_size=None", "Pass a dataset of single samples.")  # fmt: skip
-    drawn = len(data.sampler) if isinstance(data.sampler, Sized) else None
+    drawn = _drawn_by(data)
     require(drawn in (None, size), "make_private", "data", f"a DataLoader over all {size} samples of its dataset",
             f"one whose sampler has {drawn}", "The plan draws from the whole dataset: pass "
             "torch.utils.data.Subset(dataset, indices), or the dataset itself.")  # fmt: skip
     return data.dataset, {
         n: v for n, default in _KEPT.items() if (v := getattr(data, n)) is not default and v != default
     }
+
+
+def _drawn_by(loader: DataLoader[Any]) -> int | None:
+    """How many samples a loader goes through in an epoch; None where it does not say."""
+    batches = loader.batch_sampler
+    if isinstance(batches, list | tuple):
+        return len({place for batch in batches for place in batch})
+    sampler = getattr(batches, "sampler", loader.sampler)
+    return len(sampler) if isinstance(sampler, Sized) else None

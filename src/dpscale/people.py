@@ -10,8 +10,8 @@ and the engine sees one sample in each group, as it sees the time steps of a seq
 """
 
 import functools
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from dpscale.batches import Batch, Pick, device_of, grouped
+from dpscale.chances import Chances
 from dpscale.checks import complaint, plain_number, require, require_count
 from dpscale.engine import LossFn, check_losses
 from dpscale.engine.arguments import over_rows
-from dpscale.noise import Key
 from dpscale.sampling import Indices
-from dpscale.sources import column_of, dataset_of
+from dpscale.sources import column_of, dataset_of, is_frame
+
+_AS_LIST = ("tolist", "to_pylist", "to_list")
+"""What gives plain values: of arrays, tensors and pandas; of Arrow; of Polars."""
 
 
 class People(Dataset[list[Any]]):
@@ -60,7 +63,7 @@ class People(Dataset[list[Any]]):
         require(not twice, "People", "people", "each named once", f"{twice} named again")
         return People(self.dataset, [self.users[i] for i in places], [self._of[i] for i in places], self.records)
 
-    def picks(self, draws: Iterable[Indices], first: int, key: Key) -> Iterator[Pick]:
+    def picks(self, draws: Iterable[Indices], first: int, chances: Callable[[str], Chances]) -> Iterator[Pick]:
         """Which records are taken for each draw.
 
         Of a person with more than `records`, a random subset, afresh in each draw. It depends on the run's key, the
@@ -69,14 +72,14 @@ class People(Dataset[list[Any]]):
         Args:
             draws: people, by their place.
             first: the number of the first draw.
-            key: of the run.
+            chances: of the run, by label.
         """
         for number, people in enumerate(draws, first):
             if not len(people):
                 shown = np.full(self.each, self._of[0][0])
                 yield Pick(people, shown, np.zeros((1, self.each), dtype=np.float32))
                 continue
-            taken = [self._taken(person, number, key) for person in people.tolist()]
+            taken = [self._taken(person, number, chances) for person in people.tolist()]
             shares = np.zeros((len(taken), self.each), dtype=np.float32)
             rows = np.empty(shares.shape, dtype=np.int64)
             for k, records in enumerate(taken):
@@ -84,12 +87,11 @@ class People(Dataset[list[Any]]):
                 rows[k, : len(records)], rows[k, len(records) :] = records, records[0]
             yield Pick(people, rows.reshape(-1), shares)
 
-    def _taken(self, person: int, number: int, key: Key) -> Indices:
+    def _taken(self, person: int, number: int, chances: Callable[[str], Chances]) -> Indices:
         own = self._of[person]
         if len(own) <= self.records:
             return own
-        rng = key.generator(f"records/{number}/{person}")
-        return own[np.sort(rng.choice(len(own), self.records, replace=False, shuffle=False))]
+        return own[chances(f"records/{number}/{person}").subset(len(own), self.records)]
 
 
 def by_user(dataset: Any, users: Any, *, records: int, target: str | None = None) -> People:
@@ -122,6 +124,8 @@ def by_user(dataset: Any, users: Any, *, records: int, target: str | None = None
     named = isinstance(users, str)
     owners = column_of("by_user", dataset, users) if named else users
     rows = dataset_of("by_user", dataset, target, without=[users] if named else [])
+    action = "For households, give each record its household in place of its person."
+    require(people_of(rows) is None, "by_user", "dataset", "of records", "people", action)
     size = len(rows)  # type: ignore[arg-type]
     require(size > 0, "by_user", "dataset", "a dataset with at least one record", "an empty dataset")
     places: dict[Hashable, list[int]] = {}
@@ -132,16 +136,39 @@ def by_user(dataset: Any, users: Any, *, records: int, target: str | None = None
 
 def _plain(users: Any, size: int) -> list[Hashable]:
     """Whose each record is, in values that can be compared."""
-    owners = users.tolist() if hasattr(users, "tolist") else list(users)
+    must = "numbers or names, one for each record"
     action = "Give a person for each record, in the order of the dataset."
+    listed = isinstance(users, Iterable) and not isinstance(users, Mapping | Set | bytes) and not is_frame(users)
+    require(listed, "by_user", "users", must, type(users).__name__, action)
+    as_list = next((getattr(users, name) for name in _AS_LIST if hasattr(users, name)), None)
+    owners = list(users) if as_list is None else as_list()
     require(len(owners) == size, "by_user", "users", f"of {size} entries, one for each record", len(owners), action)
+    kinds: dict[type, Any] = {}
     for place, user in enumerate(owners):
-        missing = user is None or (isinstance(user, float) and math.isnan(user)) or not isinstance(user, Hashable)
-        if missing or isinstance(user, Tensor):
+        if not _names_somebody(user):
             action = "Leave out records of nobody, or give each a person of its own."
-            raise complaint("by_user", "users", "numbers or names, one for each record", f"{user} for record {place}",
-                            action)  # fmt: skip
+            raise complaint("by_user", "users", must, f"{user} for record {place}", action)
+        kinds.setdefault(next((kind for kind in (Number, str, bytes) if isinstance(user, kind)), type(user)), user)
+    told = " and ".join(f"{user!r} ({type(user).__name__})" for user in [*kinds.values()][:2])
+    require(len(kinds) <= 1, "by_user", "users", "of one type", told,
+            "One person written in two ways would be two people: convert them all, such as by str().")  # fmt: skip
     return owners
+
+
+def _names_somebody(user: Any) -> bool:
+    """Whether a value names a person: it is not missing (None, NaN, NaT, NA), and equals what is written alike."""
+    if isinstance(user, tuple):
+        return all(map(_names_somebody, user))
+    by_value = any("__eq__" in vars(made) for made in type(user).__mro__ if made is not object)
+    return by_value and isinstance(user, Hashable) and not isinstance(user, Tensor) and _is_true(user == user)
+
+
+def _is_true(answer: Any) -> bool:
+    """Whether a comparison says yes; that of a missing value may say neither."""
+    try:
+        return bool(answer)
+    except (TypeError, ValueError):
+        return False
 
 
 def people_of(dataset: Any) -> People | None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from dpscale.checks import complaint, require
 
@@ -44,7 +45,12 @@ def dataset_of(owner: str, data: Any, target: str | None = None, without: Sequen
         return _of_hugging_face(owner, data, without)  # type: ignore[no-any-return]
     if isinstance(data, np.ndarray):
         data = (data,)
-    if isinstance(data, (tuple, list)) and 0 < len(data) <= COLUMNS and all(map(_is_array, data)):
+    few = isinstance(data, (tuple, list)) and 0 < len(data) <= COLUMNS
+    if few and any(map(_is_columns, data)) and not all(map(_is_array, data)):
+        got = f"{type(data).__name__} of {', '.join(type(values).__name__ for values in data)}"
+        raise complaint(owner, "data", "of arrays, or samples by index", got, "Make each an array: numpy.asarray(...), "
+                        "and of a sparse matrix .toarray(). Then pass (X, y).")  # fmt: skip
+    if few and all(map(_is_array, data)):
         sizes = [len(values) for values in data]
         must = "arrays of the same length, a row for each sample"
         require(len({*sizes}) == 1, owner, "data", must, f"lengths {sizes}", "Pass (X, y).")
@@ -77,10 +83,16 @@ def _of_frame(owner: str, frame: Any, target: str | None, without: Sequence[str]
     action = f"Its columns are {names}."
     require(target is not None and target in names, owner, "target", "the column of the frame that is to be learned",
             target, action)  # fmt: skip
+    again = sorted({str(name) for name in names if names.count(name) > 1})
+    require(not again, owner, "data", "a frame whose columns have names of their own", f"{again} more than once")
     inputs = [name for name in names if name != target and name not in without]
     require(bool(inputs), owner, "data", "a frame with columns beside the target", f"the columns {names}")
-    columns = [_tensor(owner, frame[name].to_numpy(), name).to(torch.float32) for name in inputs]
-    return TensorDataset(torch.stack(columns, 1), _tensor(owner, frame[target].to_numpy(), target))
+    columns = {name: _tensor(owner, frame[name].to_numpy(), name) for name in [*inputs, target]}
+    if gaps := [name for name, values in columns.items() if bool(values.isnan().any())]:
+        log.warning("dpscale: values are missing in the columns %s. A sample whose gradient is no number adds nothing. "
+                    "Fill them by a constant, not by a mean of the data.", gaps)  # fmt: skip
+    x = torch.stack([columns[name].to(torch.float32) for name in inputs], 1)
+    return TensorDataset(x, columns[target])
 
 
 def _of_hugging_face(owner: str, data: Any, without: Sequence[str]) -> Any:
@@ -101,7 +113,39 @@ def _is_hugging_face(data: Any) -> bool:
 
 
 def _is_array(values: Any) -> bool:
-    return isinstance(values, (np.ndarray, Tensor)) and values.ndim > 0
+    """An array, a tensor, or a series or frame of another library."""
+    return (isinstance(values, (np.ndarray, Tensor)) or hasattr(values, "to_numpy")) and len(values.shape) > 0
+
+
+def _is_columns(values: Any) -> bool:
+    """What holds a row for each sample, and is never a sample itself."""
+    return isinstance(values, list) or hasattr(values, "to_numpy") or hasattr(values, "tocsr")
+
+
+def require_once(owner: str, dataset: Any) -> None:
+    """Refuse a dataset that names a sample twice: it would count twice, and a bound is for one.
+
+    It is seen where torch's `Subset` and `ConcatDataset` tell it.
+    """
+    if isinstance(dataset, (Subset, ConcatDataset)):
+        source, place = _places(dataset)
+        _, named = np.unique(source, return_inverse=True)
+        again = len(place) - len(np.unique(named * (place.max(initial=0) + 1) + place))
+        require(not again, owner, "dataset", "one that has each sample once", f"{again} samples again",
+                "One that is there twice would add twice the bound. Leave copies out; or give them one owner: "
+                "dpscale.by_user(dataset, users, records=...).")  # fmt: skip
+
+
+def _places(dataset: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each sample, which dataset it is from, and its place there."""
+    if isinstance(dataset, Subset):
+        source, place = _places(dataset.dataset)
+        chosen = np.asarray(dataset.indices, dtype=np.int64)
+        return source[chosen], place[chosen]
+    if isinstance(dataset, ConcatDataset):
+        sources, places = zip(*map(_places, dataset.datasets), strict=True)
+        return np.concatenate(sources), np.concatenate(places)
+    return np.full(len(dataset), id(dataset)), np.arange(len(dataset))
 
 
 def _tensor(owner: str, values: Any, column: str | None = None) -> Tensor:

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from dpscale import checkpoint
-from dpscale.batches import Batch, Batches, Padding, Pick, device_of, fetched, part_of, rows_of
+from dpscale.batches import Ahead, Batch, Batches, Padding, Pick, device_of, fetched, on_device, part_of, rows_of
 from dpscale.booking import open_run
-from dpscale.card import Card
+from dpscale.card import Booked, Card, history, randomness
 from dpscale.card import make as make_card
 from dpscale.checks import complaint, out_of_memory, plain_number, require, require_count
 from dpscale.distributed import Description, Ranks, data_terms, unwrapped
@@ -30,18 +30,21 @@ from dpscale.engine.modules import Structure, structure
 from dpscale.guard import Guard, wrapped
 from dpscale.ledger import BudgetExhausted, Ledger
 from dpscale.momentum import MomentumState
-from dpscale.noise import Key, Noise
+from dpscale.noise import Key
+from dpscale.packing import Padded, holds, over_packed
 from dpscale.people import People, by_person, mean_of, people_of
 from dpscale.plan import Plan
 from dpscale.run import RunState, refusals
 from dpscale.sampling import Draw, Indices
+from dpscale.secure_noise import Source, check_source, default_source, noise_from
 from dpscale.shapes import Sizes
+from dpscale.sources import require_once
 
 log = logging.getLogger("dpscale")
 
 Parameters = Mapping[str, Tensor]
 
-_SAVED = {"run", "model", "optimizer", "optimizer_type", "extra"}
+_SAVED = {"run", "model", "optimizer", "optimizer_type", "extra", "about"}
 """What a checkpoint has."""
 
 
@@ -80,14 +83,15 @@ class Private:
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, plan: Plan, key: Key, micro_batch: int | None,
-        compile: bool | Worth, ranks: Ranks,
+        compile: bool | Worth, ranks: Ranks, noise: Source,
     ) -> None:  # fmt: skip
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._state = RunState()
         self._ranks = ranks
-        self._noise = Noise(key)
+        self._source, self._noise = noise, noise_from(noise, key)
         self._padding = Padding(Sizes.of(plan.sampling, micro_batch, ranks.size)) if compile else None
-        self._engine = Engine(model, compile=compile, any_size=self._padding.usual if self._padding else 0)
+        usual, most = (self._padding.usual, self._padding.sizes.rows[-1]) if self._padding else (0, 0)
+        self._engine = Engine(model, compile=compile, any_size=usual, most=most)
         self._guard = Guard(optimizer, self)
         self._micro_batch = micro_batch
         self._structure: Structure | None = None
@@ -135,6 +139,11 @@ class Private:
         return self._state.charged(self._plan.sampling.independent)
 
     @property
+    def _sources(self) -> frozenset[str]:
+        """Of the noise of all steps that were released, those before a resumption included."""
+        return self._state.sources or frozenset([self._source])
+
+    @property
     def _per_sample(self) -> bool:
         """Whether every sample has a memory of its own."""
         return self.plan.momentum is not None and self.plan.momentum.per_sample
@@ -156,7 +165,8 @@ class Private:
 
     def statement(self, delta: float | None = None) -> str:
         """What to tell a reviewer about what was released so far, whether or not the plan was carried out."""
-        return "\n".join([self._plan.statement(delta=delta, steps=self._charged), *self._history()])
+        source = f"Randomness: {randomness(self._noise.key.seeded, self._sources)}"
+        return "\n".join([self._plan.statement(delta=delta, steps=self._charged), source, *self._history()])
 
     def card(
         self, delta: float | None = None, *, search: str | None = None, audit: Mapping[str, Any] | None = None
@@ -168,32 +178,28 @@ class Private:
             search: how settings were chosen on the private data, and whether that was paid for.
             audit: a report of `dpscale.audit`, as its ``to_dict()`` gives it.
         """
-        booking = self._state.booking
-        composed = None if booking is None else {"ledger": str(booking.ledger.path), "epsilon": booking.ledger.epsilon,
-                                                 "delta": booking.ledger.delta,
-                                                 "spent": booking.ledger.spent().epsilon}  # fmt: skip
         return make_card(
-            self._plan, self._charged, self._plan.delta_of("card", delta), history=[*self._history()],
-            seeded=self._noise.key.seeded, checks=self._engine.checks(), search=search, audit=audit, composed=composed,
+            self._plan, self._charged, self._plan.delta_of("card", delta), resumed=self._state.resumed,
+            booked=self._booked(), search=search, audit=audit, **self.about(),
         )  # fmt: skip
+
+    def about(self) -> dict[str, Any]:
+        """What a card says of a run besides its numbers: how many ranks, what the noise came from, what was checked."""
+        return {"ranks": self._ranks.size, "seeded": self._noise.key.seeded, "sources": sorted(self._sources),
+                "checks": self._engine.checks()}  # fmt: skip
+
+    def _booked(self) -> Booked | None:
+        booking = self._state.booking
+        if booking is None:
+            return None
+        return Booked(ledger=booking.ledger, run=booking.name, lost=self._state.lost, crashed=booking.crashed)
 
     def _history(self) -> Iterator[str]:
         """What a statement says of resumptions, and of the ledger."""
-        times, booking = self._state.resumed, self._state.booking
-        if times:
-            lost = "are counted too" if self._state.name else "are not counted, as nobody may have seen their weights"
-            yield (
-                f"Resumed: {'once' if times == 1 else f'{times} times'}, with fresh randomness. Steps that were taken "
-                f"after a save, and lost with their process, {lost}."
-            )
-        if booking:
-            spent = booking.ledger.spent()
-            yield (
-                f"Ledger: run {booking.name!r} of {booking.ledger.path}. {self._state.lost} steps count in vain; "
-                f"{booking.crashed} were charged to it after a crash. All runs together have spent epsilon = "
-                f"{spent.epsilon:.4g} of {booking.ledger.epsilon:g} at delta {booking.ledger.delta:g} "
-                f"({spent.adjacency}; {spent.how})."
-            )
+        booked = self._booked()
+        yield from history(self._state.resumed, booked, counted=self._state.name is not None)
+        if booked is not None:
+            yield str(booked)
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on, apart from model and optimizer: plain values and copies of tensors.
@@ -239,7 +245,7 @@ class Private:
             found = {
                 "run": self._saved(), "model": self._ranks.gathered(self.model.state_dict()),
                 "optimizer": self._ranks.gathered(self.optimizer.state_dict()),
-                "optimizer_type": type(self.optimizer).__name__, "extra": extra,
+                "optimizer_type": type(self.optimizer).__name__, "extra": extra, "about": self.about(),
             }  # fmt: skip
             if self._ranks.rank == 0:
                 checkpoint.write(Path(path), found)
@@ -311,7 +317,7 @@ class Private:
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that was checked; `_adopt` must follow. Whatever interrupts it, no noise comes again."""
-        run, self._noise, self._plan = self._state, Noise(Key()), self._plan_for(state)
+        run, self._noise, self._plan = self._state, noise_from(self._source, Key()), self._plan_for(state)
         with run.lock:
             position, lost = state["steps_taken" if self.plan.sampling.independent else "last_released"], state["lost"]
             run.restore(state, self._plan, lost if run.booking is None else run.booking.resume(position, lost))
@@ -331,7 +337,7 @@ class Private:
         if state.booking is not None:
             state.name, state.lost = state.booking.name, state.booking.lost
         state.name, state.lost = self._ranks.told((state.name, state.lost))
-        self._noise = Noise(self._ranks.key(None))
+        self._noise = noise_from(self._source, self._ranks.key(None))
 
     def close(self) -> None:
         """End the run: what it has reserved in a ledger and not used is given back, and another process may resume it.
@@ -346,7 +352,7 @@ class Private:
         carried, sampling = self._state.order, self.plan.sampling
         if carried is not None and step // sampling.steps(1) == carried[0]:
             return carried[1]
-        return sampling.order(self._noise.key.generator("sampling"), step)
+        return sampling.order(self._noise.sampling(), step)
 
     @contextmanager
     def public_data(self) -> Iterator[None]:
@@ -423,7 +429,10 @@ class Private:
         require(not taken, "batches", "loader", "without options that change the sampling", sorted(taken),
                 "Choose the sampler in the plan.")  # fmt: skip
         self._require_places(dataset, loader)
-        self._settle_unit(people_of(dataset))
+        people = people_of(dataset)
+        self._settle_unit(people)
+        if people is None:
+            require_once("batches", dataset)
         left = max(0, self.steps - self._charged)
         if self._state.lost and not self._state.resumed:
             told = (
@@ -474,14 +483,17 @@ class Private:
             this = state.start_loop()
             self._engine.recorder.stop()
         start = state.handed_out
-        drawn = self.plan.sampling.draws(self._noise.key.generator("sampling"), start=start, order=self._order(start))
+        drawn = self.plan.sampling.draws(self._noise.sampling(), start=start, order=self._order(start))
         shares = map(self._ranks.share, islice(drawn, count))
-        people, each = people_of(dataset), None
+        people, each, state.ahead = people_of(dataset), None, None
         picks: Iterator[Pick] = map(Pick.of, shares)
         if people is not None:
-            dataset, each, picks = people.dataset, people.each, people.picks(shares, start + 1, self._noise.key)
+            dataset, each, picks = people.dataset, people.each, people.picks(shares, start + 1, self._noise.chances)
+        fetching = Ahead(fetched(dataset, loader, picks, each))
+        if people is None and self._ranks.size == 1 and on_device(dataset, loader):
+            state.ahead = fetching.fetch
         try:
-            for pick, data, singles, rows in fetched(dataset, loader, picks, each):
+            for pick, data, singles, rows in fetching:
                 with state.lock:
                     if this != state.loop:
                         raise RuntimeError("Another loop over private.batches() has begun; go on with that one.")
@@ -496,6 +508,9 @@ class Private:
                     self._engine.recorder.stop()
                     self._ranks.give_back()
             raise
+        finally:
+            if this == state.loop:
+                state.ahead = None
 
     def step(self, batch: Any, loss_fn: LossFn) -> StepReport:
         """One private step (Algorithm 1) on a batch from `batches`.
@@ -531,6 +546,7 @@ class Private:
                 draw = self._claim_draw(batch, rows_of(data), parameters)
                 momentum = self._momentum_state(parameters, len(draw.mask))
                 batch = batch if isinstance(batch, Batch) else Batch(data, draw)
+                loss_fn = over_packed(loss_fn) if holds(data, Padded) else loss_fn
                 if draw.shares is not None:
                     self._engine.recorder.require_order(tensors_in(data))
                     batch, loss_fn = by_person(batch, loss_fn)
@@ -593,6 +609,7 @@ class Private:
             >>> private.steps_taken
             4
         """
+        size = plain_number(size)
         require_count("parts", "size", size, action="It is how many samples go through a forward at once.")
         require(isinstance(batch, Batch) and batch.part is None, "parts", "batch", "a whole one of private.batches()",
                 type(batch).__name__)  # fmt: skip
@@ -695,6 +712,7 @@ class Private:
         split = (padding.sizes if padding else Sizes((self._micro_batch or count,))).parts(count)
         parts: list[ScaledSum] = []
         rest = [part_of(data, rows, count) for rows, _ in split[1:]] if batch.singles else []
+        found = [self._structure]  # as it is until the first forward
         for rows, size in split:
             part, length = part_of(data, rows, count), rows.stop - rows.start
 
@@ -707,6 +725,7 @@ class Private:
                     loss_fn, data, self.plan.scaling, mask, points if len(points) > 1 else None,
                     keep=len(split) > 1 and not parts, change=remember if self._per_sample else None,
                     singles=None if parts else batch.singles, rest=rest, rows=batch.rows_in(rows),
+                    found=found.pop() if found else None, meanwhile=self._state.ahead,
                 )  # fmt: skip
 
             with _memory_advice(size):
@@ -739,7 +758,7 @@ class Private:
         """Count the step, sum over the ranks, add the noise once, divide by the expected batch size, and hand over to
         the optimizer. It is counted first: every rank has done so before any of them can have the sum."""
         with self._state.lock:
-            step = self._state.release(draw)
+            step = self._state.release(draw, self._source)
             if not self._state.outstanding:
                 self._engine.recorder.stop()
         sums = self._ranks.total(out.grads, parameters)
@@ -824,6 +843,7 @@ def privatize(
     ledger: Ledger | None = None,
     run: str | None = None,
     group: Any = None,
+    noise: Source | None = None,
 ) -> Private:
     """Train ``model`` with ``optimizer`` under ``plan``.
 
@@ -851,6 +871,9 @@ def privatize(
         run: the name of this run in the ledger, under which it is resumed. None: a new one.
         group: the `torch.distributed` process group to train in; None for that of all processes, if there is one. Every
             rank calls this and all that follows alike, on the whole data set, and takes its rows of each draw.
+        noise: "secure" for noise and draws by cryptographic generators, against an adversary who tries to break them:
+            ChaCha20 for the noise, SHAKE-256 for the draws. Needs the extra ``secure``, but not on CUDA. "fast" for
+            those of numpy and torch, which are statistically sound and not cryptographic. None: "fast".
 
     What comes before the first step (checks, compilation) is logged by the logger ``dpscale`` at level INFO, with
     its seconds.
@@ -875,21 +898,24 @@ def privatize(
     model = unwrapped(model)
     ranks = Ranks(model, group)
     key = ranks.key(seed)
+    devices = {p.device.type for p in model.parameters()}
+    source = default_source(devices) if noise is None else noise
 
     def terms() -> dict[str, Any]:
         kept = [{k: str(v) for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
         steered = type(optimizer).__name__, *kept
         return {"plan": repr(plan), "parameters": Description.of(model), "optimizer": steered,
                 "values": ranks.values((*model.parameters(), *model.buffers())),
-                "ledger": (ledger is not None, run)}  # fmt: skip
+                "ledger": (ledger is not None, run), "noise": source}  # fmt: skip
 
     with ranks.whole("privatize"), ranks.together("privatize", terms):
         _check_arguments(model, optimizer, plan, micro_batch)
+        check_source("privatize", source, devices)
         asked = compile
         if compile is None:
             compile = all(p.is_cuda for p in model.parameters())
         decides = None if compile or asked is not None or seed is not None or ranks.size > 1 else Worth(plan.steps or 0)
-        private = Private(model, optimizer, plan, key, micro_batch, decides or compile, ranks)
+        private = Private(model, optimizer, plan, key, micro_batch, decides or compile, ranks, source)
         if ledger is not None and ranks.rank == 0:  # one of them books for all
             private._state.booking = open_run(ledger, run, plan)
     if ledger is not None:

@@ -1,16 +1,16 @@
 """Lightning: `PrivateCallback` makes `Trainer.fit` train privately."""
 
-from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpscale.batches import Batch
-from dpscale.checks import require
-from dpscale.integrations.lightning_parts import Draws, TrainingStep, Unseen, network, per_sample, say_dropped
-from dpscale.integrations.lightning_settings import OWNER, check_new, check_saved, check_trainer, planned
+from dpscale.checks import plain_number, require
+from dpscale.integrations.lightning_parts import Draws, TrainingStep, network
+from dpscale.integrations.lightning_settings import OWNER, begun, check_new, check_saved, check_trainer, planned
+from dpscale.integrations.lightning_turn import Turn
 from dpscale.ledger import Ledger
 from dpscale.plan import Plan
 from dpscale.scaling import Scaling
@@ -39,7 +39,10 @@ class PrivateCallback(Callback):
         epsilon, delta: the budget.
         batch: the expected batch, over all ranks. None: the loader's ``batch_size`` times the ranks.
         scaling: None for the rule of `make_private`.
-        seed, micro_batch, ledger, run: as for `privatize`. A micro-batch counts for ``callback.private.step`` alone.
+        seed, ledger, run: as for `privatize`.
+        micro_batch: rows of a forward, at most. None: the loader's ``batch_size`` where the trainer accumulates
+            gradients, which is then one draw of that many times its size; otherwise a whole draw. With manual
+            optimization it counts for ``callback.private.step`` alone.
 
     Attributes:
         private: the run, from the start of training on.
@@ -55,27 +58,27 @@ class PrivateCallback(Callback):
                 "given, or epsilon and delta in its place", plan)  # fmt: skip
         require(plan is None or plan.delta is not None, OWNER, "plan", "one with a delta, to show epsilon", plan)
         self.private: Private | None = None
-        self._planned = partial(planned, plan, batch=batch, scaling=scaling, epsilon=epsilon, delta=delta)
-        self._options: dict[str, Any] = {"seed": seed, "micro_batch": micro_batch, "ledger": ledger, "run": run}
+        self._planned = partial(planned, plan, batch=plain_number(batch), scaling=scaling, epsilon=epsilon, delta=delta)
+        self._rows, self._accumulated = plain_number(micro_batch), 1
+        self._options: dict[str, Any] = {"seed": seed, "ledger": ledger, "run": run}
         self._saved: Mapping[str, Any] | None = None
         self._draws: Draws | None = None
-        self._batch: Batch | None = None
-        self._stepping = False
+        self._turn: Turn | None = None
 
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         """Refuse settings that are not understood, and put draws in the place of the loader's batches."""
         if stage == "fit":
             check_trainer(trainer)
+            self._accumulated, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
             source = trainer.fit_loop._data_source
             vars(source)["dataloader"] = lambda: self._drawing(trainer, type(source).dataloader(source))
 
     def _drawing(self, trainer: "Trainer", loader: Any) -> Draws:
-        self._draws = Draws(trainer, loader, self._planned, self._run)
+        self._draws = Draws(trainer, loader, partial(self._planned, accumulated=self._accumulated), self._run)
         return self._draws
 
     def _run(self) -> Private:
-        assert self.private is not None
-        return self.private
+        return begun(self.private)
 
     def on_fit_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Make the run, or go on with that of the checkpoint."""
@@ -92,34 +95,22 @@ class PrivateCallback(Callback):
         model: nn.Module = TrainingStep(pl_module)
         if not pl_module.automatic_optimization:
             model, optimizer = network(pl_module), pl_module.optimizers()  # type: ignore[assignment]
-        self.private = privatize(model, optimizer, self._draws.plan, **self._options)
+        rows = self._rows or (self._draws.batch_size if self._accumulated > 1 else None)
+        in_parts = rows is not None and isinstance(model, TrainingStep)
+        compile = False if in_parts else None  # a whole training step is too much to trace
+        options = {**self._options, "micro_batch": rows, "compile": compile}
+        self.private = privatize(model, optimizer, self._draws.plan, **options)
         if self._saved is not None:
             self.private.load_state_dict(self._saved)
             self._saved = None
-        self._watch(trainer, pl_module, model if isinstance(model, TrainingStep) else step)
-
-    def _watch(self, trainer: "Trainer", pl_module: "LightningModule", step: Callable[..., Any]) -> None:
-        """Until `teardown`. Plain functions, so that a look at the module does not walk through all that is here."""
-        logged = pl_module.log
-        vars(pl_module).update(
-            training_step=wraps(pl_module.training_step)(lambda *args: self._step(step, *args)),
-            backward=lambda losses, *args, **kwargs: self._run().backward(per_sample(losses), self._batch),
-            log=lambda *args, **kwargs: (say_dropped if self._stepping else logged)(*args, **kwargs),
-            _trainer=Unseen(trainer),
-        )
-
-    def _step(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        self._batch, self._stepping = batch if isinstance(batch, Batch) else None, True
-        try:
-            return step(batch.data if isinstance(batch, Batch) else batch, *rest)
-        finally:
-            self._stepping = False
+        self._turn = Turn(self._run, model if isinstance(model, TrainingStep) else step, in_parts)
+        self._turn.take(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: "Trainer", pl_module: "LightningModule", *args: Any) -> None:
         """Log ε as often as the trainer logs, and stop when the plan is carried out."""
         private = self._run()
-        over = private.steps_taken >= private.steps
-        if over or trainer.is_last_batch or private.steps_taken % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        over, often = private.steps_taken >= private.steps, trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if often and (over or trainer.is_last_batch or private.steps_taken % often == 0):
             pl_module.log("epsilon", private.epsilon(), prog_bar=True)
         trainer.should_stop |= over
 
@@ -142,6 +133,8 @@ class PrivateCallback(Callback):
         for name in ("training_step", "backward", "log"):
             vars(pl_module).pop(name, None)
         vars(trainer.fit_loop._data_source).pop("dataloader", None)
+        if self._accumulated > 1:
+            trainer.accumulate_grad_batches, self._accumulated = self._accumulated, 1
         pl_module.trainer = trainer
         if self.private is not None:
             self.private.close()

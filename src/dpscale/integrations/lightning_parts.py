@@ -37,6 +37,7 @@ class Draws:
         given = type(loader).__name__
         require(isinstance(loader, DataLoader), OWNER, "train_dataloader", "one torch DataLoader", given)
         self._dataset, self._options = taken_apart(loader)
+        self.batch_size = loader.batch_size
         self.plan = plan_for(trainer, len(self._dataset), loader.batch_size)  # type: ignore[arg-type]
         self._trainer, self._private = trainer, private
         log.warning(

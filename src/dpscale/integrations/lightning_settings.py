@@ -17,13 +17,17 @@ OWNER = "PrivateCallback"
 
 def planned(
     plan: Plan | None, trainer: "Trainer", size: int, batch_size: int | None, *, batch: int | None,
-    scaling: Scaling | None, epsilon: Any, delta: Any,
+    scaling: Scaling | None, epsilon: Any, delta: Any, accumulated: int = 1,
 ) -> Plan:  # fmt: skip
-    """The plan given, or one for the budget and for as many steps as the trainer may take."""
+    """The plan given, or one for the budget and for as many steps as the trainer may take.
+
+    Args:
+        accumulated: batches of the loader that make up one draw.
+    """
     if plan is not None:
         return plan
     if batch is None and batch_size is not None:
-        batch = min(size, batch_size * trainer.world_size)
+        batch = min(size, batch_size * trainer.world_size * accumulated)
     ok = isinstance(batch, int) and 1 <= batch <= size
     require(ok, OWNER, "batch", f"an integer from 1 to {size}", batch, "It is the expected batch over all ranks.")
     action = "The noise depends on the number of steps."
@@ -36,6 +40,17 @@ def planned(
         limits.append(trainer.max_epochs * max(1, each))  # as Lightning counts: whole epochs
     rule = DEFAULT_RULE if scaling is None else scaling
     return Plan(scaling=rule, sampling=sampling, steps=min(limits)).calibrate(epsilon=epsilon, delta=delta)
+
+
+def begun(private: Private | None) -> Private:
+    """The run of a fit."""
+    if private is None:
+        raise RuntimeError(
+            "Batches are drawn by fit(), with its PrivateCallback. A tuner (lr_find, scale_batch_size) leaves that "
+            "out, and would train without privacy. Nothing was trained. Choose settings with dpscale.tune, or on "
+            "public data."
+        )
+    return private
 
 
 def check_new(private: Private | None) -> None:
@@ -58,11 +73,13 @@ def check_saved(state: Any) -> None:
 
 def check_trainer(trainer: "Trainer") -> None:
     """Refuse settings that would change a private gradient, or that are not understood."""
-    strategy, clip, parts = type(trainer.strategy), trainer.gradient_clip_val, trainer.accumulate_grad_batches
+    strategy, clip = type(trainer.strategy), trainer.gradient_clip_val
+    changing = [type(each).__name__ for each in trainer.callbacks if hasattr(each, "going_to_accumulate_grad_batches")]  # type: ignore[attr-defined]
     known = {"SingleDeviceStrategy", "DDPStrategy"} & {each.__name__ for each in strategy.__mro__}
     for ok, name, must, got, action in (
         (known, "strategy", "one device, or 'ddp'", strategy.__name__, "No other is known here."),
-        (parts == 1, "accumulate_grad_batches", "1", parts, "PrivateCallback(batch=...) says how large a step is."),
+        (not changing, "callbacks", "without one that changes accumulate_grad_batches", changing,
+         "The batch of a plan stays: Trainer(accumulate_grad_batches=...) sets one for all of it."),
         (not clip, "gradient_clip_val", "None", clip,
          "Each sample is bounded already: PrivateCallback(scaling=dpscale.Clip(C=...)) says how."),
         (trainer.precision != "16-mixed", "precision", "one without loss scaling", trainer.precision,

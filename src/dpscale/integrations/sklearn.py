@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpscale.checks import require, require_positive
+from dpscale.checks import plain_number, require, require_positive
 from dpscale.ledger import Ledger
 from dpscale.one_call import DEFAULT_RULE
 from dpscale.plan import Plan
@@ -74,7 +74,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Train on the rows of ``X`` with the labels ``y``."""
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
-        require_positive(OWNER, "learning_rate", self.learning_rate)
+        require_positive(OWNER, "learning_rate", plain_number(self.learning_rate))
         self.classes_ = np.unique(y if self.classes is None else np.asarray(list(self.classes)))
         require(len(self.classes_) > 1, OWNER, "classes", "two classes or more", f"{len(self.classes_)} class")
         known = bool(np.isin(y, self.classes_).all())
@@ -91,7 +91,12 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _made(self, features: int, classes: int) -> nn.Module:
         if self.module is not None:
-            return copy.deepcopy(self.module)
+            own = copy.deepcopy(self.module)
+            with torch.no_grad():
+                given = tuple(copy.deepcopy(own).eval()(torch.zeros(2, features)).shape)
+            must = f"one that gives each row a score for each of {classes} classes"
+            require(given == (2, classes), OWNER, "module", must, f"shape {given} of 2 rows")
+            return own
         sizes = [features, *self.hidden_layer_sizes, classes]
         linear = [nn.Linear(*pair) for pair in pairwise(sizes)]
         for last in linear[-1].parameters():
@@ -100,11 +105,11 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _train(self, data: TensorDataset, seed: int | None) -> None:
         size = len(data)
-        sampling = FullBatch(size=size) if self.batch is None else Poisson(size=size, batch=self.batch)
+        sampling = FullBatch(size=size) if self.batch is None else Poisson(size=size, batch=plain_number(self.batch))
         rule = DEFAULT_RULE if self.scaling is None else self.scaling
         plan = Plan(scaling=rule, sampling=sampling, epochs=self.epochs)
         plan = plan.calibrate(epsilon=self.epsilon, delta=self.delta)
-        optimizer = torch.optim.SGD(self.module_.parameters(), lr=self.learning_rate, momentum=0.9)
+        optimizer = torch.optim.SGD(self.module_.parameters(), lr=plain_number(self.learning_rate), momentum=0.9)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps or 1)
         ledger = Ledger(self.ledger) if isinstance(self.ledger, str | Path) else self.ledger
         run = privatize(self.module_, optimizer, plan, seed=seed, micro_batch=ROWS, compile=False, ledger=ledger)
@@ -126,8 +131,12 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self.bounds is None:
             scaled = X / np.maximum(np.linalg.norm(X, axis=1, keepdims=True), np.finfo(np.float64).tiny)
         else:
-            low, high = (np.broadcast_to(np.asarray(b, dtype=np.float64), X.shape[1]) for b in self.bounds)
-            require(bool((low < high).all()), OWNER, "bounds", "(low, high) with low < high", self.bounds)
+            ends = [np.asarray(each, dtype=np.float64) for each in self.bounds]
+            must = f"(low, high), finite, low < high, each a number or {X.shape[1]} of them"
+            fits = len(ends) == 2 and all(each.shape in ((), (X.shape[1],)) for each in ends)
+            require(fits and bool((ends[0] < ends[1]).all() and np.isfinite(ends[1] - ends[0]).all()), OWNER, "bounds",
+                    must, self.bounds)  # fmt: skip
+            low, high = ends
             scaled = (2 * (np.clip(X, low, high) - low) / (high - low) - 1) / np.sqrt(X.shape[1])
         return torch.from_numpy(scaled.astype(np.float32))
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dpscale.checks import complaint, require
 from dpscale.one_call import DEFAULT_RULE
+from dpscale.people import people_of
 from dpscale.plan import Plan
 from dpscale.sampling import Poisson
 from dpscale.scaling import Scaling
@@ -50,6 +52,9 @@ def check(args: TrainingArguments, made: type, data: Any, held_out: Any) -> None
                 action)  # fmt: skip
     require(args.n_gpu <= 1, "PrivateTrainer", "args", "for one GPU per process", f"{args.n_gpu} of them",
             "Start with torchrun, or set CUDA_VISIBLE_DEVICES.")  # fmt: skip
+    by_accelerate = (args.accelerator_config.gradient_accumulation_kwargs or {}).get("num_steps", 1)
+    require(by_accelerate == 1, "PrivateTrainer", "args.accelerator_config", "without gradient accumulation",
+            by_accelerate, "Set gradient_accumulation_steps, which goes by micro-batches.")  # fmt: skip
     own = [n for n in ("compute_loss", "_get_train_sampler") if getattr(made, n) is not getattr(Trainer, n)]
     require(not own, "PrivateTrainer", "class", f"without {', '.join(own)} of its own", made.__name__, "For a loss, "
             "pass compute_loss_func, which gives one loss per sample; samples are drawn by the plan.")  # fmt: skip
@@ -62,20 +67,22 @@ def check(args: TrainingArguments, made: type, data: Any, held_out: Any) -> None
 
 
 def planned(
-    args: TrainingArguments, size: int, epsilon: float | None, delta: float | None, scaling: Scaling | None,
+    args: TrainingArguments, data: Any, epsilon: float | None, delta: float | None, scaling: Scaling | None,
     plan: Plan | None,
 ) -> Plan:  # fmt: skip
-    """The plan that was given, or that of the arguments."""
+    """The plan that was given, or that of the arguments. Where the data are people, it says so."""
+    people = people_of(data)
     if plan is not None:
         require(epsilon is None and scaling is None, "PrivateTrainer", "plan", "given alone",
                 "epsilon or scaling beside it", "The plan has both.")  # fmt: skip
-        return plan
+        return plan if people is None or plan.records is not None else replace(plan, records=people.records)
     if epsilon is None or delta is None:
         raise complaint("PrivateTrainer", "epsilon", "given, and delta, or plan in their place", (epsilon, delta))
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    sampling = Poisson(size=size, batch=batch)
+    sampling = Poisson(size=len(data), batch=batch)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampling.steps(1))
-    plan = Plan(scaling=scaling or DEFAULT_RULE, sampling=sampling, steps=steps)
+    records = None if people is None else people.records
+    plan = Plan(scaling=scaling or DEFAULT_RULE, sampling=sampling, steps=steps, records=records)
     return plan.calibrate(epsilon=epsilon, delta=delta)
 
 

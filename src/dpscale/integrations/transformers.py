@@ -50,7 +50,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         args = args or TrainingArguments(output_dir="tmp_trainer")  # as Trainer does
         check(args, type(self), train_dataset, trainer.get("eval_dataset"))
-        self.plan, self.delta = planned(args, len(train_dataset), epsilon, delta, scaling, plan), delta
+        self.plan, self.delta = planned(args, train_dataset, epsilon, delta, scaling, plan), delta
         rows = args.per_device_train_batch_size if args.gradient_accumulation_steps > 1 else None
         self._privatized = partial(
             privatize, plan=self.plan, seed=seed, micro_batch=rows, compile=compile, ledger=ledger, run=run
