@@ -45,3 +45,19 @@ def lstm_in_any_precision(request):
 def silent(monkeypatch):
     """What is said to somebody who waits long depends on how busy the machine is."""
     monkeypatch.setattr("dpscale.engine.phases.SILENCE", 1e6)
+
+
+@pytest.fixture
+def folder():
+    """Of records of a small comparison, which is run once for all tests of a process."""
+    from .lab_runs import finished
+
+    return finished()
+
+
+@pytest.fixture
+def found():
+    """Its final records."""
+    from .lab_runs import chosen
+
+    return chosen()

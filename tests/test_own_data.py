@@ -79,12 +79,28 @@ def test_model_and_data_come_from_functions(tmp_path, monkeypatch):
     assert torch.load("runs/own/model.pt", weights_only=True)["weight"].shape == (2, 4)
 
 
+@pytest.mark.parametrize("made", ["pandas.read_csv('people.csv')", "(numpy.ones((200, 3)), numpy.arange(200) % 2)"])
+def test_functions_may_return_a_frame_or_wide_arrays(made, table, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = f"frames_{abs(hash(made))}"
+    (tmp_path / f"{name}.py").write_text(f"import numpy, pandas\n\ndef data():\n    return {made}\n", encoding="utf-8")
+    target = ["--target", "outcome"] if "csv" in made else []
+    found = json.loads(run("train", "--data", f"{name}:data", *target, *BUDGET, "--json").stdout)
+    assert found["steps"] == 10 and found["classes"] == (["no", "yes"] if target else None)
+
+
+def test_gaps_in_the_target_are_told_in_one_line(table):
+    table.write_text(table.read_text(encoding="utf-8") + "1,2,3,\n", encoding="utf-8")
+    found = run("train", "--data", table, "--target", "outcome", *BUDGET, code=2)
+    assert "has missing values. Fill them by a constant" in " ".join(found.output.split())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta."),
         (["--data", "TABLE", *BUDGET], "--target must be a column of"),
-        (["--data", "TABLE", "--target", "b", *BUDGET], "has columns that are no numbers: outcome."),
+        (["--data", "TABLE", "--target", "b", *BUDGET], "must be of numbers. Got"),
         (["--data", "nowhere", *BUDGET], "--data nowhere must be a file table.csv, a folder of images, or"),
         (["--data", "no_such_module:f", *BUDGET], "--data no_such_module:f cannot be imported"),
         (["--data", "TABLE", "--target", "outcome", "--model", "x", *BUDGET], "--model x must be module:function, or"),

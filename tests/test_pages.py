@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 LONG = {"pitfalls.md", "reference.md", "api.md"}
 """Pages to look things up in: they may have more than `WORDS` words."""
-WORDS, WIDTH = 900, 100
+WORDS, WIDTH, README = 900, 100, 700
 
 PAGES = sorted(DOCS.rglob("*.md"))
 LINKED = [*PAGES, *sorted(ROOT.glob("*.md")), *sorted((ROOT / "results").rglob("*.md"))]
@@ -23,6 +23,11 @@ _LINK = re.compile(r"\]\(([^()\s]+)(?: \"[^\"]*\")?\)|(?:src|href)=\"([^\"]+)\""
 def shown(page):
     """The text of a page without its comments, whose lines are left empty."""
     return _HIDDEN.sub(lambda found: "\n" * found[0].count("\n"), page.read_text(encoding="utf-8"))
+
+
+def words(text):
+    """How many there are; the bars of a table and signs on their own are none."""
+    return sum(any(map(str.isalnum, word)) for word in text.split())
 
 
 def prose(text):
@@ -39,9 +44,10 @@ def prose(text):
 
 
 def too_wide(text):
-    """Lines that should have been wrapped. A row of a table cannot be, nor can a link without a space in it."""
-    lines = ((number, line) for number, line in prose(text) if len(line) > WIDTH)
-    return [number for number, line in lines if not line.lstrip().startswith("|") and " " in line.strip()]
+    """Lines that are longer than a page is wide, of tables and of code too: those would scroll sideways. A link without
+    a space in it cannot be wrapped."""
+    lines = enumerate(text.splitlines(), 1)
+    return [number for number, line in lines if len(line) > WIDTH and " " in line.strip()]
 
 
 def anchors(text):
@@ -82,18 +88,24 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in LONG], ids=name)
 def test_a_page_is_short(page):
-    assert len(shown(page).split()) <= WORDS
+    assert words(shown(page)) <= WORDS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=name)
 def test_lines_are_narrow(page):
     assert too_wide(shown(page)) == []
+
+
+def test_the_readme_is_short():
+    assert words(shown(ROOT / "README.md")) <= README
 
 
 def test_what_is_wrong_with_a_page_is_found():
     wide = "x " * WIDTH
     text = f"# A title\n{wide}\n| {wide} |\n```\n{wide}\n```\n\n    {wide}\n\n- {wide}\n    {wide}\n"
-    assert too_wide(text) == [2, 10, 11]
+    assert too_wide(text) == [2, 3, 5, 8, 10, 11]
+    assert too_wide("# A title\n" + "x" * 2 * WIDTH) == []
+    assert words("| a | 1 ± 2 |\n|---|---|\n| it's | `b` |") == 5
     text = (
         "# What `s` does\n[a](#what-s-does) [b](#no) [c](no.md) [d](https://no.org) `[e](no)` ![f](../pyproject.toml)"
     )

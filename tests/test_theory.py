@@ -1,33 +1,24 @@
-"""The theory page: its simulations, its numbers, and the command that makes it."""
+"""The theory page: its simulations, its numbers, and the script in experiments/ that makes it."""
 
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from dpscale import PSASC, cli
-from dpscale.lab import theory, theory_view
+import theorems as theory
+import theory as script
+import theory_figures
+from dpscale import PSASC
 
 DOCS = Path(__file__).parent.parent / "docs"
+FILE = str(DOCS / "theory.md")
 PAGES = (DOCS / "theory.md", DOCS.parent / "results" / "theory-notes.md")
-
-
-def run(*arguments, code=0):
-    result = CliRunner().invoke(cli.app, ["reproduce", *arguments], prog_name="dpscale")
-    assert result.exit_code == code, result.output
-    return result
-
-
-def refuse(*arguments):
-    result = run(*arguments, code=2)
-    assert result.stdout == "" and "Traceback" not in result.stderr
-    (line,) = result.stderr.splitlines()
-    return line
 
 
 def sample_loss(w, b):
@@ -203,24 +194,26 @@ def test_expected_noise_to_signal_agrees_with_sampling():
     assert found["psac"]["noisy gradient"][place] == pytest.approx(float(length / (g + n).norm(dim=1).mean()), rel=0.01)
 
 
-# -- the command -----------------------------------------------------------------------------------------------
+# -- the script ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     out = tmp_path_factory.mktemp("theory") / "new" / "folder"
-    return out, run("theory", "--quick", "--seeds", "2", "--out", str(out))
+    command = [sys.executable, "experiments/theory.py", "--quick", "--seeds", "2", "--out", str(out)]
+    return out, subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, check=True)
 
 
-def test_command_writes_figures_numbers_and_a_table(quick):
+def test_script_writes_figures_numbers_and_a_table(quick):
     out, result = quick
     names = {path.name for path in out.iterdir()}
-    assert names == {"theory.json", *(f"theory-{name}.png" for name in theory_view.FIGURES)}
+    assert names == {"theory.json", *(f"theory-{name}.png" for name in theory_figures.FIGURES)}
     for name in names - {"theory.json"}:
         assert (out / name).read_bytes().startswith(b"\x89PNG") and (out / name).stat().st_size > 10_000
     found = json.loads((out / "theory.json").read_text(encoding="utf-8"))
     assert found["settings"]["seeds"] == [0, 1] and found["settings"]["quick"] is True
     assert {"dpscale", "torch", "numpy", "python"} <= set(found["versions"]) and found["seconds"] > 0
+    assert found["command"].startswith("python experiments/theory.py --quick")
     assert len(found["convergence"]) == len(theory.SETTINGS)
     for row in found["convergence"]:
         assert np.shape(row["least"]) == (len(theory.QUICK_LENGTHS), 2)
@@ -230,35 +223,26 @@ def test_command_writes_figures_numbers_and_a_table(quick):
     assert max(len(line) for line in result.stdout.splitlines()[:-1]) <= 80
 
 
-def test_command_repeats_itself(quick):
+def test_numbers_repeat_themselves(quick):
     out, _ = quick
     again = theory.compute(2, quick=True)
     before = json.loads((out / "theory.json").read_text(encoding="utf-8"))
-    assert theory_view.rounded(again["convergence"]) == before["convergence"]
+    assert theory_figures.rounded(again["convergence"]) == before["convergence"]
 
 
-def test_json_is_all_that_is_printed(tmp_path):
-    told = json.loads(run("theory", "--quick", "--seeds", "2", "--out", str(tmp_path), "--json").stdout)
-    assert len(told["files"]) == 1 + len(theory_view.FIGURES)
-
-
-def test_help_shows_an_example():
-    assert "dpscale reproduce theory --out" in run("--help").stdout
-    assert "dpscale reproduce theory --quick" in run("theory", "--help").stdout
-    assert "theory" in run().stdout
-
-
-@pytest.mark.parametrize("seeds", ["0", "-3", "many"])
-def test_bad_seeds_are_refused(seeds, tmp_path):
-    assert "'--seeds'" in refuse("theory", "--quick", "--seeds", seeds, "--out", str(tmp_path))
-
-
-def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--seeds", "1"], "at least 2 seeds, not 1"),
+        (["--seeds", "many"], "invalid"),
+        (["--out", FILE], "cannot write"),
+    ],
+)
+def test_bad_input_is_refused_before_the_work(arguments, told, monkeypatch, capsys):
     monkeypatch.setattr(theory, "compute", lambda *_, **__: pytest.fail("the work began"))
-    (tmp_path / "file").write_text("")
-    line = refuse("theory", "--out", str(tmp_path / "file"))
-    assert "Cannot write to the folder" in line and "Choose another --out." in line
-    assert "Cannot write" in refuse("theory", "--out", str(tmp_path / "file" / "below"))
+    with pytest.raises(SystemExit, match="2"):
+        script.main(arguments)
+    assert told in capsys.readouterr().err
 
 
 def test_pages_quote_the_measured_slopes():
@@ -272,7 +256,7 @@ def test_pages_quote_the_measured_slopes():
         assert f"{slope} | {theory.Fit(**row['slope_last_decade']).text}" in notes, row["title"]
     quoted = set(re.findall(r"[+-]\d\.\d\d \[[^]]*\]", page))
     assert quoted and quoted <= slopes
-    for name in theory_view.FIGURES:
+    for name in theory_figures.FIGURES:
         figure = f"figures/theory-{name}.png"
         assert figure in page or figure in notes, name
         assert (DOCS / figure).exists()

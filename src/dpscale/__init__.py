@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from dpscale.scaling import PSASC as PSASC
     from dpscale.scaling import AutoS as AutoS
     from dpscale.scaling import Clip as Clip
+    from dpscale.selection import Selection as Selection
     from dpscale.training import Private as Private
     from dpscale.training import StepReport as StepReport
     from dpscale.training import privatize as privatize
-    from dpscale.tuning import Selection as Selection
     from dpscale.tuning import Tuned as Tuned
     from dpscale.tuning import tune as tune
 else:
@@ -61,8 +61,9 @@ else:
             "plan": "Plan",
             "sampling": "FixedSize FullBatch Poisson Shuffled",
             "scaling": "PSAC PSASC AutoS Clip",
+            "selection": "Selection",
             "training": "Private StepReport privatize",
-            "tuning": "Selection Tuned tune",
+            "tuning": "Tuned tune",
         },
     )
 

@@ -1,4 +1,4 @@
-"""The command line: plan, train, tune, compare, calibrate, epsilon, audit, verify, ledger, report, reproduce, data …
+"""The command line: plan, train, tune, compare, calibrate, epsilon, audit, card, verify, ledger, report, data …
 
 Results go to stdout and everything else to stderr; ``--json`` makes stdout one JSON document. Bad input is one line
 and exit code 2; with ``--json`` also ``{"error": …}`` on stdout. A command imports what it needs when it is run:
@@ -24,6 +24,7 @@ from dpscale.lab.commands import Json
 from dpscale.lab.datasets.commands import data
 from dpscale.lab.feature_command import features
 from dpscale.lab.ledgers import ledger
+from dpscale.lab.options import SETTINGS
 
 if TYPE_CHECKING:
     from dpscale.plan import Plan
@@ -181,6 +182,7 @@ def plan(
     least_steps: Annotated[int, typer.Option(help="Fewer optimizer steps would not train the model.")] = 1000,
     within: Annotated[float, typer.Option(help="How far above the floor the noise may be.")] = 0.1,
     throughput: Annotated[float | None, typer.Option(help="Samples a second of a private step: costs in time.")] = None,
+    parameters: Annotated[int | None, typer.Option(help="Of the model: narrows the learning rates to try.")] = None,
     accountant: AccountantOption = Accountant.pld,
     picture: Annotated[Path | None, typer.Option(help="Draw noise over cost into this PNG file.")] = None,
     as_json: Json = False,
@@ -198,16 +200,50 @@ def plan(
         raise ValueError(f"--picture {picture} must end in .png.")
     advice = advise(
         size=size, epsilon=epsilon, delta=delta, batch=batch, epochs=epochs, least_steps=least_steps, within=within,
-        throughput=throughput, accountant=accountant.value,
+        throughput=throughput, accountant=accountant.value, parameters=parameters,
     )  # fmt: skip
     if picture is not None:
-        from dpscale.lab import figures
+        from dpscale.lab import drawing, figures
 
-        picture.write_bytes(figures.png(figures.noise_budget(advice)))
+        picture.write_bytes(drawing.png(figures.noise_budget(advice)))
     if as_json:
         commands.print_json(advice.to_dict())
     else:
         typer.echo(str(advice))
+
+
+@app.command()
+def card(
+    run: Annotated[Path, typer.Argument(help="A record, a checkpoint, or the folder of a run.", show_default=False)],
+    out: Annotated[
+        list[Path] | None, typer.Option(help="Where to write it: a .html or a .json file; may be given twice.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="Which of several records in a folder.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Which of several records in a folder.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Of the guarantee; default: the run's.")] = None,
+    search: Annotated[str | None, typer.Option(help="How settings were chosen on the private data.")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="The ledger that the run is booked in.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the privacy card of a run: one page for a reviewer, and its numbers for dpscale verify.
+
+    \b
+    Example:
+      dpscale card runs/digits --method dp-psasc --seed 0 --out card.html --out card.json
+      dpscale card run.ckpt --ledger patients.ledger --out card.html
+    """
+    from dpscale.lab import cards
+
+    made = cards.card(run, method=method, seed=seed, delta=delta, search=search, ledger=ledger)
+    for path in out or ():
+        made.save(path)
+    if as_json:
+        commands.print_json(made.to_dict())
+        return
+    found = made.values["guarantee"]
+    typer.echo(f"epsilon {found['epsilon']:.4g} at delta {found['delta']:g} ({found['adjacency']})")
+    typer.echo(made.values["attacker"]["words"])
+    typer.echo(f"Card: {', '.join(map(str, out))}" if out else "Add --out card.html to write the page.")
 
 
 @app.command()
@@ -280,9 +316,8 @@ def audit(
         raise typer.Exit(1)
 
 
-app.command()(commands.train)
-app.command()(commands.compare)
-app.command()(commands.tune)
+for taking_values in (commands.train, commands.compare, commands.tune):
+    app.command(context_settings=SETTINGS)(taking_values)
 app.command()(commands.report)
 app.command()(commands.presets)
 app.command()(commands.methods)

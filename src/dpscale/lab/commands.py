@@ -1,42 +1,46 @@
-"""The commands that run experiments: train, compare, report, reproduce. `dpscale.cli` puts them on the command line.
+"""The commands that run experiments: train, compare, tune, report, reproduce. `dpscale.cli` puts them on the command
+line.
 
 Each imports what it needs when it is run: modules of commands are imported for every command, and for ``--help``.
 """
 
-import dataclasses
 import json
 import math
+import os
 import shlex
 import sys
-import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpscale.lab.options import Encoder, Epochs, Folder, Values, configured, experiment
+from dpscale.lab.options import SETTINGS, Device, Folder, Values, configured, experiment, read
 
 if TYPE_CHECKING:
-    from dpscale.lab.presets import Config
+    from dpscale.lab.config import Config
 
-MOST_SEEDS = 1000  # final runs count theirs from 0; the next one is `presets.SEARCH_SEED`
+MOST_SEEDS = 1000  # final runs are below it; the next one is `config.SEARCH_SEED`
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of records and report; default: runs/PRESET.")]
-Tune = Annotated[
-    bool | None,
-    typer.Option(
-        "--tune/--no-tune", help="Search the rate of each method on held-out training data; default: the preset's."
-    ),
-]
 LedgerFile = Annotated[
     Path | None, typer.Option("--ledger", help="Book every run there; see dpscale ledger create. It must have room.")
 ]
 Workers = Annotated[
     int | None, typer.Option(min=1, help="Runs at once; default: 2 on the CPU, on a GPU as many as fit.")
 ]
-
+Methods = Annotated[str | None, typer.Option(help="Comma-separated names; unless told all, controls under SGD alone.")]
+Seeds = Annotated[
+    str | None, typer.Option(help="How many, as 5, or which, as 0,3,7; unless told 5, and 3 where runs take long.")
+]
+Budget = Annotated[
+    float | None, typer.Option(min=0, help="Begin no run that would not end within so many minutes. Resumes later.")
+]
+Repeats = Annotated[int, typer.Option(min=0, help="Run one of them so many times more: the noise of the machine.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say how many runs are left and how long they take; run none.")]
+PresetList = Annotated[str | None, typer.Option("--presets", help="Comma-separated names; default: the paper's five.")]
+PaperOut = Annotated[Path, typer.Option(help="Folder of records, tables and report.")]
 
 reproduce = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -44,23 +48,22 @@ reproduce = typer.Typer(add_completion=False, rich_markup_mode=None)
 def _train_own(
     data: Path | None = None, target: str | None = None, model: str | None = None, test: str | None = None,
     epsilon: float | None = None, delta: float | None = None, epochs: float | None = None, batch: int | None = None,
-    rate: float = 1.0, seed: int | None = None, out: Path = Path("runs/own"), ledger: Path | None = None,
+    rate: float = 1.0, seed: int | None = None, out: Path | None = None, ledger: Path | None = None,
     as_json: bool = False, **presets: Any,
 ) -> None:  # fmt: skip
     """Train on data of one's own."""
-    if presets:
-        raise ValueError(
-            f"{', '.join(f'--{name}' for name in presets)} is for presets. Leave it out, or name a preset."
-        )
+    for name in (name for name, value in presets.items() if value is not None):
+        raise ValueError(f"--{name} is for presets. Leave it out, or name a preset.")
     if data is None or epsilon is None or delta is None:
         raise ValueError("Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta.")
+    out = out or Path("runs/own")
     _require_writable(out)
     from dpscale.lab import display, own
 
-    with display.steps_bar("training", quiet=as_json) as bar:
+    with display.run_bar("training", quiet=as_json) as bar:
         found = own.train(
             str(data), target, model, test, out, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, rate=rate,
-            seed=seed, ledger=ledger, on_step=bar,
+            seed=seed, ledger=ledger, on_progress=bar,
         )  # fmt: skip
     if as_json:
         print_json(found)
@@ -100,18 +103,17 @@ def train(
       dpscale train --data patients.csv --target outcome --epsilon 3 --delta 1e-6 --out runs/patients
       dpscale train --data images --model mycode:network --epsilon 8 --delta 1e-6 --epochs 20 --batch 1024
       dpscale train digits --method dp-psasc --seed 0 --out runs/digits
-      dpscale train digits --method dp-psasc --momentum inner-outer --k0 2 --gamma0 0.5 --gamma1 0.1
+      dpscale train digits --method dp-psasc momentum=inner-outer K0=2 gamma0=0.5 gamma1=0.1
     """
     if target is not None or test is not None:
         raise ValueError("--target and --test are for data of your own. Leave them out, or the name of the preset.")
-    from dpscale.lab import display, presets
-    from dpscale.lab.compare import train
+    from dpscale.lab import compare, display
+    from dpscale.lab.config import method as named
 
-    chosen, seed = presets.method(method or "dp-psasc"), seed or 0
-    folder = out or Path("runs") / config.preset
+    chosen, folder = named(method or "dp-psasc"), out or Path("runs") / config.preset
     _require_writable(folder)
     with display.run_bar(chosen.title, quiet=as_json) as bar:
-        record = train(config, chosen, seed, folder, ledger=ledger, command=_command(), on_progress=bar)
+        record = compare.train(config, chosen, seed or 0, folder, ledger=ledger, command=_command(), on_progress=bar)
     if as_json:
         print_json(record.to_dict())
         return
@@ -129,6 +131,7 @@ def tune(
     score_noise: Annotated[float, typer.Option(min=0, help="Standard deviation on the count of held-out samples.")] = 5,
     seed: Annotated[int | None, typer.Option(help="For public data: whoever knows it can remove the noise.")] = None,
     out: Out = None,
+    ledger: Annotated[Path | None, typer.Option(help="Book the whole search there, once. It must have room.")] = None,
     as_json: Json = False,
 ) -> None:
     """Search rate, C, s and momentum of DP-PSASC within the budget: only the best try is released. Resumes.
@@ -151,7 +154,7 @@ def tune(
         if not as_json:
             terminal.line(f"{done} tries done, {time.perf_counter() - start:.0f} s")
 
-    found = selection.select(config, chosen, folder, seed, told)
+    found = selection.select(config, chosen, folder, seed, told, ledger)
     state = found.pop("state", None)
     if state is not None:
         torch.save(state, folder / "model.pt")
@@ -169,17 +172,20 @@ def tune(
     typer.echo(f"epsilon {whole} at delta {config.delta:g} for the whole search")
     typer.echo(f"One try by itself would cost {one}, and {tries:g} that are all released {every}.")
     typer.echo(found["statement"])
-    typer.echo(f"Model in {folder}")
+    typer.echo(f"Model and card in {folder}")
 
 
-@experiment(tune=Tune)
+@experiment()
 def compare(
     config: "Config",
-    methods: Annotated[str | None, typer.Option(help="Comma-separated names; default: all, with controls.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Number of seeds per method.")] = 5,
+    methods: Methods = None,
+    seeds: Seeds = None,
     out: Out = None,
     ledger: LedgerFile = None,
+    budget_minutes: Budget = None,
+    repeats: Repeats = 0,
     workers: Workers = None,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Compare methods over seeds, print a table, and write records and report.html. Resumes where it left off.
@@ -187,29 +193,39 @@ def compare(
     \b
     Example:
       dpscale compare digits --methods dp-sgd,dp-psac,dp-psasc --seeds 5 --out runs/digits
+      dpscale compare mnist epochs=10 model=gelu_cnn --dry-run
     """
     from rich.console import Console
 
-    from dpscale.lab import compare, display, presets, report, summary
+    from dpscale.lab import compare, display, report
+    from dpscale.lab.config import methods as named
 
-    chosen, folder, start = presets.methods(methods), out or Path("runs") / config.preset, time.perf_counter()
+    chosen, folder, start = named(methods, config), out or Path("runs") / config.preset, time.perf_counter()
+    numbers = _seeds(seeds) or range(5)
     _require_writable(folder)
-    with display.comparison_bar(f"compare {config.preset}", quiet=as_json) as bar:
-        found = compare.compare(
-            config, chosen, range(seeds), folder, ledger=ledger, workers=workers, command=_command(),
-            on_begun=bar.begun, on_finished=bar.finished,
-        ).records  # fmt: skip
-    rows = summary.summarize(found)
-    folder.mkdir(parents=True, exist_ok=True)  # there is none yet if all records were packed beside it
-    path, _ = report.write(folder, like=found)
-    seconds = time.perf_counter() - start
-    if as_json:
-        shown = [row.to_dict() for row in rows]
-        print_json({"rows": shown, "verdict": summary.verdict(rows), "report": str(path), "seconds": round(seconds, 1)})
+    if dry_run:
+        _print_plan([(config, chosen, numbers, folder)], repeats, workers, as_json)
         return
-    title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, {seeds} seeds, 95% intervals"
-    Console(highlight=False).print(display.table(title, rows))
-    typer.echo(summary.verdict(rows))
+    with display.comparison_bar(f"compare {config.preset}", quiet=as_json) as bar:
+        done = compare.compare(
+            config, chosen, numbers, folder, ledger=ledger, at_once=workers, command=_command(), on_event=bar,
+            repeats=repeats, deadline=None if budget_minutes is None else time.monotonic() + 60 * budget_minutes,
+        )  # fmt: skip
+    if not done.records:
+        typer.echo(f"{done.left} runs are left: the budget is spent. The same command goes on with them.", err=True)
+        raise typer.Exit(1)
+    folder.mkdir(parents=True, exist_ok=True)  # there is none yet if all records were packed beside it
+    path, one = report.write(folder, like=done.records)
+    seconds = round(time.perf_counter() - start, 1)
+    if as_json:
+        told = {name: one.to_dict()[name] for name in ("rows", "verdict")}
+        print_json({**told, "report": str(path), "left": done.left, "seconds": seconds})
+        return
+    title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, {len(numbers)} seeds, 95% intervals"
+    Console(highlight=False).print(display.table(title, one.rows))
+    typer.echo(report.verdict(one))
+    if done.left:
+        typer.echo(f"{done.left} runs are left: the budget is spent. The same command goes on with them.")
     typer.echo(f"Report: {path}  ({seconds:.0f} s)")
 
 
@@ -221,12 +237,13 @@ def report(
     markdown: Annotated[
         Path | None,
         typer.Option(
-            help="Write the tables as Markdown into this file too, a picture into figures/ beside it; what is above "
+            help="Write the tables as Markdown into this file too, pictures into figures/ beside it; what is above "
             "its line <!-- tables --> stays, and a file without that line is refused."
         ),
     ] = None,
     pack: Annotated[
-        Path | None, typer.Option(help="Write the records into this folder too, a PRESET.jsonl each.")
+        Path | None,
+        typer.Option(help="Write the records into this folder too, a PRESET.jsonl each; each must name a commit."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -238,24 +255,23 @@ def report(
       dpscale report runs/paper --pack results
       dpscale report results --markdown results/README.md
     """
-    from dpscale.lab import markdown as tables
     from dpscale.lab import paper, records, report
 
     if folder.is_file():
         raise ValueError(f"{folder} is a file. Give the folder that it lies in: dpscale report {folder.parent}")
-    before = tables.before(markdown) if markdown else ""
+    before = report.before_tables(markdown) if markdown else ""
     found = paper.load(folder)
     files = {"report": report.write_all(folder, found)}
     if markdown:
-        tables.write(markdown, found, before)
+        report.write_markdown(markdown, found, before)
         files["markdown"] = markdown
     if pack:
         for source, one in zip(paper.sources(folder), found, strict=True):
             records.pack(source, pack / f"{one.preset}.jsonl")  # a search too that no run has followed yet
         files["records"] = pack
     if as_json:
-        alone = paper.to_dict(found)[0] if len(found) == 1 else {"experiments": paper.to_dict(found)}
-        print_json({**alone, **{name: str(path) for name, path in files.items()}})
+        told = [one.to_dict() for one in found]
+        print_json({**(told[0] if len(told) == 1 else {"experiments": told}), **{k: str(v) for k, v in files.items()}})
     else:
         for name, path in files.items():
             typer.echo(f"{name.capitalize()}: {path}")
@@ -270,7 +286,7 @@ def presets(as_json: Json = False) -> None:
     """
     from dpscale.lab.presets import PRESETS
 
-    found = {name: make().to_dict() for name, make in PRESETS.items()}
+    found = {name: config.to_dict() for name, config in PRESETS.items()}
     if as_json:
         print_json(found)
         return
@@ -286,7 +302,7 @@ def methods(as_json: Json = False) -> None:
     Example:
       dpscale methods
     """
-    from dpscale.lab.presets import METHODS
+    from dpscale.lab.config import METHODS
 
     if as_json:
         print_json({name: method.title for name, method in METHODS.items()})
@@ -305,25 +321,11 @@ def _reproduce(context: typer.Context) -> None:
       dpscale reproduce table2 --presets mnist,fashion-mnist --budget-minutes 30 --out runs/paper
       dpscale reproduce figures --presets mnist
       dpscale reproduce all --out runs/paper
-      dpscale reproduce theory --out runs/theory
     """
     # Which of them it is: not all have records to go on from after an interrupt.
     context.ensure_object(dict)["command"] = f"reproduce {context.invoked_subcommand}"
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-PresetList = Annotated[str | None, typer.Option("--presets", help="Comma-separated names; default: the paper's five.")]
-Methods = Annotated[str | None, typer.Option(help="Comma-separated names; default: all, with controls.")]
-Seeds = Annotated[
-    int | None, typer.Option(min=1, max=MOST_SEEDS, help="Seeds per method; default: 5, and 3 for the two large ones.")
-]
-PictureMethods = Annotated[str, typer.Option(help="Comma-separated names, such as psac-r-over-s.")]
-PictureSeeds = Annotated[int, typer.Option(min=1, max=MOST_SEEDS, help="Seeds per method.")]
-Budget = Annotated[
-    float | None, typer.Option(min=0, help="Begin no run after so many minutes. The same command goes on later.")
-]
-PaperOut = Annotated[Path, typer.Option(help="Folder of records, tables and report.")]
 
 
 @reproduce.command()
@@ -336,180 +338,121 @@ def table1(presets_: PresetList = None, as_json: Json = False) -> None:
     """
     from rich.console import Console
 
-    from dpscale.lab import display, paper, presets
+    from dpscale.lab import display, paper
 
-    found = paper.settings([presets.preset(name) for name in _names(presets_)])
+    found = paper.settings([configured(name) for name in _names(presets_)])
     if as_json:
-        print_json([dataclasses.asdict(one) for one in found])
+        print_json(found)
     else:
         Console(highlight=False).print(display.settings(found))
 
 
-@reproduce.command()
-def table2(
-    presets_: PresetList = None,
-    methods: Methods = None,
-    seeds: Seeds = None,
-    out: PaperOut = Path("runs/paper"),
-    budget_minutes: Budget = None,
-    epochs: Epochs = None,
-    data: Folder = None,
-    encoder: Encoder = None,
-    values: Values = None,
-    workers: Workers = None,
-    as_json: Json = False,
-) -> None:
-    """The paper's table of accuracies: every method on every data set, beside what the paper has. Resumes.
+def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None, folder: str, **own: bool) -> None:
+    """Add a command that runs the paper's experiments; ``own`` is what it changes, unless a value says otherwise."""
 
-    \b
-    Example:
-      dpscale reproduce table2 --presets mnist --seeds 5 --out runs/paper
-      dpscale reproduce table2 --budget-minutes 60
-    """
-    _experiments(
-        presets_, methods, seeds, out, budget_minutes, data, values, workers, as_json, epochs=epochs, encoder=encoder
-    )
+    def run(
+        values: Values = None, presets_: PresetList = None, methods: Methods = methods_, seeds: Seeds = seeds_,
+        out: PaperOut = Path(folder), budget_minutes: Budget = None, repeats: Repeats = 0, data: Folder = None,
+        device: Device = None, workers: Workers = None, dry_run: DryRun = False, as_json: Json = False,
+    ) -> None:  # fmt: skip
+        _require_writable(out)
+        changes, settings = {**own, **read(values or [])}, name == "all"
+        configs = [configured(each, changes, data, device) for each in _names(presets_)]
+        chosen: dict[str, Any] = {"seeds": _seeds(seeds), "at_once": workers, "repeats": repeats}
+        if dry_run:
+            from dpscale.lab import paper
+            from dpscale.lab.config import methods as named
 
+            asked = [(one, named(methods, one), chosen["seeds"] or paper.usual_seeds(one.preset), out / one.preset)
+                     for one in configs]  # fmt: skip
+            _print_plan(asked, repeats, workers, as_json)
+            return
+        budget = None if budget_minutes is None else 60 * budget_minutes
+        _experiments(configs, methods, out, settings, as_json, drawn=bool(own), budget=budget, **chosen)
 
-@reproduce.command()
-def figures(
-    presets_: PresetList = None,
-    methods: PictureMethods = "dp-sgd,auto-s,dp-psac,dp-psasc,dp-psasc-star",
-    seeds: PictureSeeds = 1,
-    out: PaperOut = Path("runs/figures"),
-    budget_minutes: Budget = None,
-    epochs: Epochs = None,
-    data: Folder = None,
-    encoder: Encoder = None,
-    values: Values = None,
-    workers: Workers = None,
-    as_json: Json = False,
-) -> None:
-    """The paper's pictures: gradient similarity, norms, mean weights. NOT PRIVATE: they look past the noise.
-
-    \b
-    Example:
-      dpscale reproduce figures --presets mnist --out runs/figures
-    """
-    _experiments(
-        presets_, methods, seeds, out, budget_minutes, data, values, workers, as_json,
-        own={"diagnostics": True, "tune": False}, epochs=epochs, encoder=encoder,
-    )  # fmt: skip
+    run.__doc__ = f"{text}\n\n    \b\n    Example:\n      dpscale reproduce {name} --presets mnist --out {folder}\n"
+    reproduce.command(name=name, context_settings=SETTINGS)(run)
 
 
-@reproduce.command(name="all")
-def all_(
-    presets_: PresetList = None,
-    methods: Methods = None,
-    seeds: Seeds = None,
-    out: PaperOut = Path("runs/paper"),
-    budget_minutes: Budget = None,
-    epochs: Epochs = None,
-    data: Folder = None,
-    encoder: Encoder = None,
-    values: Values = None,
-    workers: Workers = None,
-    as_json: Json = False,
-) -> None:
-    """Settings, accuracies and pictures in one go: table2 with diagnostics on. Resumes where it left off.
-
-    The settings are those that are run. Presets that the paper does not have are left out of them.
-
-    \b
-    Example:
-      dpscale reproduce all --budget-minutes 120 --out runs/paper
-    """
-    _experiments(
-        presets_, methods, seeds, out, budget_minutes, data, values, workers, as_json,
-        own={"diagnostics": True}, settings=True, epochs=epochs, encoder=encoder,
-    )  # fmt: skip
+_reproducing(
+    "table2", "The paper's table of accuracies: every method on every data set, beside what the paper has. Resumes.",
+    None, None, "runs/paper",
+)  # fmt: skip
+_reproducing(
+    "figures", "The paper's pictures: gradient similarity, norms, mean weights. NOT PRIVATE: they look past the noise.",
+    "dp-sgd,auto-s,dp-psac,dp-psasc,dp-psasc-star", "1", "runs/figures", diagnostics=True, tune=False,
+)  # fmt: skip
+_reproducing(
+    "all", "Settings, accuracies and pictures in one go: table2 with diagnostics on. Resumes where it left off.",
+    None, None, "runs/paper", diagnostics=True,
+)  # fmt: skip
 
 
 def _experiments(
-    names: str | None, methods: str | None, seeds: int | None, out: Path, minutes: float | None, data: Path | None,
-    values: list[str] | None, workers: int | None, as_json: bool, own: dict[str, bool] | None = None,
-    settings: bool = False, **changes: Any,
-) -> None:  # fmt: skip
-    _require_writable(out)
+    configs: "list[Config]", methods: str | None, out: Path, settings: bool, as_json: bool, drawn: bool, **how: Any
+) -> None:
     from rich.console import Console
 
-    from dpscale.lab import display, paper, presets, report
-    from dpscale.lab import figures as pictures
+    from dpscale.lab import display, figures, paper, report
 
-    configs = [configured(name, None, data, values, own, **changes) for name in _names(names)]
+    console = Console(highlight=False)
     shown = [config for config in configs if settings and config.preset in paper.SIZES]
     if shown and not as_json:
-        Console(highlight=False).print(display.settings(paper.settings(shown)))
+        console.print(display.settings(paper.settings(shown)))
     others = paper.others(out, [config.preset for config in configs])
     with display.experiments_bar(quiet=as_json) as bar:
-        found = paper.experiments(
-            configs, presets.methods(methods), out, seeds=seeds, workers=workers,
-            budget=None if minutes is None else 60 * minutes, command=_command(),
-            on_begun=lambda name, now: bar(name).begun(now), on_finished=lambda name, now: bar(name).finished(now),
-        )  # fmt: skip
+        found = paper.experiments(configs, methods, out, command=_command(), on_event=bar, **how)
     path = report.write_all(out, paper.ordered([*found, *others])) if any(one.records for one in found) else None
-    if own:  # it records diagnostics, for pictures
-        for one in (one for one in found if one.records):
-            pictures.write(out / one.preset / "figures", pictures.pictures(one.records))
+    for one in (one for one in found if one.records and drawn):  # diagnostics are recorded, for pictures
+        figures.write(out / one.preset / "figures", figures.pictures(one.records))
     left = sum(one.left for one in found)
     if as_json:
-        print_json({"experiments": paper.to_dict(found), "left": left, "report": path and str(path)})
+        print_json({"experiments": [one.to_dict() for one in found], "left": left, "report": path and str(path)})
         return
-    Console(highlight=False).print(display.accuracies(found))
+    console.print(display.accuracies(found))
     if left:
         typer.echo(f"{left} runs are left: the budget is spent. The same command goes on with them.")
     if path:
         typer.echo(f"Report: {path}")
 
 
+def _print_plan(asked: Sequence[tuple[Any, ...]], repeats: int, workers: int | None, as_json: bool) -> None:
+    """How many runs each experiment has left, and about how long they take."""
+    from dpscale.lab import compare
+
+    rows = []
+    for config, methods, seeds, out in asked:
+        found = compare.compare(config, methods, seeds, out, repeats=repeats, at_once=1, deadline=-math.inf)
+        about = compare.minutes(config, methods, found, workers)
+        rows.append({"preset": config.preset, "runs": found.left, "minutes": round(about, 1)})
+    if as_json:
+        print_json({"plan": rows, **{name: sum(row[name] for row in rows) for name in ("runs", "minutes")}})
+        return
+    for row in rows:
+        typer.echo(f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes")
+
+
+def _seeds(text: str | None) -> list[int]:
+    """5 is 0 to 4; 0,3,7 are these. None if it is not said."""
+    if text is None:
+        return []
+    try:
+        given = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        given = [-1]
+    found = given if "," in text else list(range(given[0]))
+    if not found or min(found) < 0 or max(found) >= MOST_SEEDS:
+        raise ValueError(f"--seeds must be how many, as 5, or which, as 0,3,7, all below {MOST_SEEDS}. Got {text!r}.")
+    return sorted(set(found))
+
+
 def _names(names: str | None) -> list[str]:
     from dpscale.lab import paper, presets
 
-    given = paper.PRESETS if names is None else (name.strip() for name in names.split(","))
-    wanted = list(dict.fromkeys(given))
+    wanted = list(dict.fromkeys(paper.PRESETS if names is None else (name.strip() for name in names.split(","))))
     for name in wanted:
         presets.preset(name)  # refuses unknown ones
     return wanted
-
-
-@reproduce.command()
-def theory(
-    out: Annotated[Path, typer.Option(help="Folder of figures and theory.json.")] = Path("runs/theory"),
-    seeds: Annotated[
-        int | None, typer.Option(min=2, help="Problems and starts per setting.", show_default="12")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Short runs on 3 seeds: tries the chain, shows nothing.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Measure the paper's theorems and inequalities on small problems; write figures and their numbers.
-
-    \b
-    Example:
-      dpscale reproduce theory --out runs/theory
-      dpscale reproduce theory --quick --out runs/quick
-    """
-    start = time.perf_counter()
-    _require_writable(out)
-    from rich.console import Console
-
-    from dpscale.lab import provenance, theory, theory_view
-
-    with theory_view.bar(quiet=as_json) as bar:
-        found = theory.compute(seeds or (theory.QUICK_SEEDS if quick else theory.SEEDS), quick=quick, on_steps=bar)
-    found["command"], found["commit"] = _command(), provenance.source_commit()
-    found["versions"] = provenance.installed_versions()
-    found["seconds"], found["cpu_seconds"] = round(time.perf_counter() - start, 1), round(time.process_time(), 1)
-    out.mkdir(parents=True, exist_ok=True)
-    paths = theory_view.write(out, found)
-    if as_json:
-        print_json({**found, "files": [str(path) for path in paths]})
-        return
-    Console(highlight=False).print(theory_view.table(found))
-    typer.echo(
-        f"{len(paths)} files in {out}  ({found['seconds']:.0f} s, {found['cpu_seconds']:.0f} s of processor time)"
-    )
 
 
 def print_json(value: Any) -> None:
@@ -526,19 +469,10 @@ def _plain(value: Any) -> Any:
 
 
 def _require_writable(folder: Path) -> None:
-    # Tried before minutes are spent, not after; what is refused for another reason leaves no folder behind.
-    try:
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        finally:
-            for path in made:
-                with suppress(OSError):  # not there, or somebody's by now
-                    path.rmdir()
-    except OSError as error:
-        raise ValueError(f"Cannot write to the folder {folder}: {error.strerror}. Choose another --out.") from error
+    # Looked at before minutes are spent, not after; nothing is made yet.
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ValueError(f"Cannot write to the folder {folder}. Choose another --out.")
 
 
 def _command() -> str:

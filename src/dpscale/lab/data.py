@@ -1,10 +1,9 @@
 """Data that the experiments train on, as tensors that stay on one device."""
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,22 +44,14 @@ class Data:
 
     def to(self, device: torch.device | str) -> "Data":
         """The same data on another device."""
-        return dataclasses.replace(
-            self,
-            train_images=self.train_images.to(device),
-            train_labels=self.train_labels.to(device),
-            test_images=self.test_images.to(device),
-            test_labels=self.test_labels.to(device),
-        )
+        moved: dict[str, Any] = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **moved)
 
 
 def load(
-    name: str,
-    folder: str | os.PathLike[str] | None = None,
-    *,
-    train_size: int | None = None,
+    name: str, folder: str | os.PathLike[str] | None = None, *, train_size: int | None = None,
     on_progress: OnProgress = ignore,
-) -> Data:
+) -> Data:  # fmt: skip
     """A data set by name, checked against its checksums.
 
     Args:
@@ -78,14 +69,9 @@ def load(
         entry, arrays = find(name), stored.read(name, folder, on_progress)
         train_images, train_labels, test_images, test_labels = map(torch.from_numpy, (*arrays.train, *arrays.test))
         data = Data(
-            name=name,
-            train_images=train_images,
-            train_labels=train_labels,
-            test_images=test_images,
-            test_labels=test_labels,
-            classes=len(entry.classes),
-            provenance=arrays.provenance,
-        )
+            name=name, train_images=train_images, train_labels=train_labels, test_images=test_images,
+            test_labels=test_labels, classes=len(entry.classes), provenance=arrays.provenance,
+        )  # fmt: skip
     return data if train_size is None else _first(data, train_size)
 
 
@@ -112,59 +98,51 @@ def digits() -> Data:
     rest, test = _stratified(labels[others], 360 / len(others), _SPLIT_SEED)
     train, test = torch.cat([others[rest], chosen_on]).sort().values, others[test]
     return Data(
-        name="digits",
-        train_images=images_NCHW[train].contiguous(),
-        train_labels=targets[train],
-        test_images=images_NCHW[test].contiguous(),
-        test_labels=targets[test],
-        classes=10,
+        name="digits", classes=10, train_images=images_NCHW[train].contiguous(), train_labels=targets[train],
+        test_images=images_NCHW[test].contiguous(), test_labels=targets[test],
         provenance={"name": "digits", "source": {"how": "in scikit-learn"}, "checksums": {}},
-    )
+    )  # fmt: skip
 
 
-def hold_out(data: Data, fraction: float) -> Data:
+def hold_out(data: Data, fraction: float, split: int = 0) -> Data:
     """Split the *training* data once more: the part held out takes the place of the test data.
 
     Learning rates are searched on this, so that the test images choose nothing. They are not in what is returned.
+    ``split`` numbers different splits.
     """
     require_probability("hold_out", "fraction", fraction, action="0.2 holds out a fifth.")
     labels = data.train_labels.cpu().numpy()
     size, counts = round(fraction * len(labels)), np.unique(labels, return_counts=True)[1]
     ok = len(counts) <= min(size, len(labels) - size) and counts.min() > 1
-    got = f"{fraction:g} of {len(labels)}"
-    action = "Take more samples (--train-size), or another part of them (--set held_out)."
-    require(ok, "hold_out", "fraction", "such that both parts have samples of every class", got, action)
-    train, held = _stratified(labels, fraction, _HOLD_OUT_SEED)
-    return dataclasses.replace(
-        data,
-        name=f"{data.name}, {fraction:g} of the training data held out",
-        train_images=data.train_images[train].contiguous(),
-        train_labels=data.train_labels[train],
-        test_images=data.train_images[held].contiguous(),
-        test_labels=data.train_labels[held],
-    )
+    action = "Take more samples (--train-size), or another part of them (held_out=0.3)."
+    must = "such that both parts have samples of every class"
+    require(ok, "hold_out", "fraction", must, f"{fraction:g} of {len(labels)}", action)
+    train, held = _stratified(labels, fraction, _HOLD_OUT_SEED + split)
+    return replace(
+        data, name=f"{data.name}, {fraction:g} of the training data held out",
+        train_images=data.train_images[train].contiguous(), train_labels=data.train_labels[train],
+        test_images=data.train_images[held].contiguous(), test_labels=data.train_labels[held],
+    )  # fmt: skip
 
 
 def _first(data: Data, train_size: int) -> Data:
     require_count("load", "train_size", train_size)
     action = f"{data.name} has so many training samples."
     require(train_size <= data.size, "load", "train_size", f"an integer <= {data.size}", train_size, action)
-    return dataclasses.replace(
-        data,
-        train_images=data.train_images[:train_size],
-        train_labels=data.train_labels[:train_size],
+    return replace(
+        data, train_images=data.train_images[:train_size], train_labels=data.train_labels[:train_size],
         provenance={**data.provenance, "train_size": train_size},
-    )
+    )  # fmt: skip
 
 
 def _stratified(labels: np.ndarray, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     # scikit-learn's own splitter, so that anybody can repeat the split with one familiar call.
     from sklearn.model_selection import train_test_split
 
-    train, rest = train_test_split(
-        np.arange(len(labels)), test_size=round(fraction * len(labels)), random_state=seed, stratify=labels
-    )
-    return torch.from_numpy(np.sort(train)), torch.from_numpy(np.sort(rest))
+    size = round(fraction * len(labels))
+    parts = train_test_split(np.arange(len(labels)), test_size=size, random_state=seed, stratify=labels)
+    train, rest = (torch.from_numpy(np.sort(part)) for part in parts)
+    return train, rest
 
 
 DATA: dict[str, Callable[[], Data]] = {"digits": digits, **{name: functools.partial(load, name) for name in CATALOGUE}}

@@ -1,18 +1,13 @@
 """The command that computes features. `dpscale.cli` puts it on the command line."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from dpscale.lab.commands import Json, print_json
-from dpscale.lab.options import Folder
-
-if TYPE_CHECKING:
-    from dpscale.lab.datasets.folder import OnProgress, Progress
+from dpscale.lab.options import Device, Folder
 
 
 def features(
@@ -22,7 +17,7 @@ def features(
         Path | None, typer.Option(help="File of weights (.safetensors, .pth); default: in the data folder.")
     ] = None,
     folder: Folder = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU if there is one.")] = None,
+    device: Device = None,
     batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 128,
     size: Annotated[int, typer.Option(min=1, help="Images are resized to SIZE x SIZE.")] = 224,
     half: Annotated[bool, typer.Option("--half", help="Store float16: half the bytes.")] = False,
@@ -41,10 +36,11 @@ def features(
     import torch
 
     from dpscale.lab import data
+    from dpscale.lab.datasets.progress import progress
     from dpscale.lab.encoders.features import extract
 
     start = time.perf_counter()
-    with _bar(f"features {dataset}", quiet=as_json) as bar:
+    with progress(f"features {dataset}", quiet=as_json) as bar:
         images = data.load(dataset, folder, on_progress=bar)
         found = extract(
             images, chosen, folder=folder, checkpoint=checkpoint, device=device, batch=batch, size=size,
@@ -65,40 +61,3 @@ def features(
     )
     typer.echo(f"Weights: SHA-256 {found.provenance['weights_sha256']}")
     typer.echo(f"Features: {found.path}")
-
-
-@contextmanager
-def _bar(title: str, *, quiet: bool) -> Iterator["OnProgress"]:
-    """A bar over images on stderr; without a terminal plain lines, one for each tenth of them; silent if ``quiet``."""
-    from rich.progress import MofNCompleteColumn, TextColumn
-
-    from dpscale.lab import terminal
-
-    with terminal.bar(MofNCompleteColumn(), TextColumn("{task.fields[state]}"), quiet=quiet) as bar:
-        if bar is None:
-            yield (lambda _: None) if quiet else _lines(title)
-            return
-        task = bar.add_task(title, total=None, state="reading the images")
-
-        def show(now: "Progress") -> None:
-            speed = bar.tasks[0].speed
-            state = now.what if not now.done or speed is None else f"{speed:.0f} images/s"
-            bar.update(task, completed=now.done, total=now.total, state=state)
-
-        yield show
-
-
-def _lines(title: str) -> "OnProgress":
-    """Says in lines how far something is when it has begun, and at each tenth. What is refused before is one line."""
-    from dpscale.lab import terminal
-
-    dues: dict[str, Callable[[int, int], bool]] = {}
-
-    def show(now: "Progress") -> None:
-        if not now.done or not now.total:
-            return
-        first = now.what not in dues
-        if dues.setdefault(now.what, terminal.tenths())(now.done, now.total) or first:
-            terminal.line(f"[{now.done}/{now.total} {now.unit}] {title}: {now.what}")
-
-    return show

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
+from dpscale.lab import device
+from dpscale.lab.runner import Progress
 from dpscale.ledger import Ledger
 from dpscale.one_call import make_private
+from dpscale.sources import dataset_of, is_frame
 
-IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+_IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 
 
 @dataclass(frozen=True)
@@ -41,20 +44,24 @@ def samples(data: str, target: str | None, classes: Sequence[str] | None = None)
 
     Args:
         data: where they are.
-        target: the column to learn, of a table.
+        target: the column to learn, of a table or a data frame.
         classes: those of the training data, for a test set; None: all that are there.
     """
     path = Path(data)
     if path.suffix == ".csv":
-        return _table(path, target, classes)
+        import pandas
+
+        return _table(pandas.read_csv(path), data, target, classes)
     if path.is_dir():
-        return _folder(path, classes)
+        files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in _IMAGES)
+        if not files:
+            raise ValueError(f"{path} has no images: it must have a folder for each class, with images in it.")
+        names, y = _classes([file.parent.name for file in files], classes)
+        return Samples(Images(files, y), names)
     if ":" not in data:
         raise ValueError(f"--data {data} must be a file table.csv, a folder of images, or module:function.")
-    found = _imported(data, "--data")()
-    if isinstance(found, tuple | list) and len(found) == 2:
-        found = TensorDataset(*(torch.as_tensor(each) for each in found))
-    return Samples(found, classes)
+    made = _imported(data, "--data")()
+    return _table(made, data, target, classes) if is_frame(made) else Samples(dataset_of("train", made), classes)
 
 
 def _imported(name: str, option: str) -> Callable[..., Any]:
@@ -70,33 +77,14 @@ def _imported(name: str, option: str) -> Callable[..., Any]:
         sys.path.remove("")
 
 
-def _table(path: Path, target: str | None, classes: Sequence[str] | None) -> Samples:
-    import pandas
-
-    frame = pandas.read_csv(path)
-    columns = ", ".join(map(str, frame.columns))
+def _table(frame: Any, name: str, target: str | None, classes: Sequence[str] | None) -> Samples:
     if target is None or target not in frame:
-        raise ValueError(f"--target must be a column of {path}: one of {columns}. Got {target} instead.")
-    inputs = frame.drop(columns=target)
-    wrong = [str(name) for name in inputs if inputs[name].dtype.kind not in "biuf"]
-    if wrong:
-        raise ValueError(
-            f"{path} has columns that are no numbers: {', '.join(wrong)}. Encode them first, by a list of values that "
-            "is public."
-        )
-    x = inputs.to_numpy(dtype=np.float32)
-    if not np.isfinite(x).all():
-        raise ValueError(f"{path} has missing values. Fill them by a constant, not by a mean of the data.")
+        columns = ", ".join(map(str, frame.columns))
+        raise ValueError(f"--target must be a column of {name}: one of {columns}. Got {target} instead.")
+    if frame.isna().to_numpy().any():
+        raise ValueError(f"{name} has missing values. Fill them by a constant, not by a mean of the data.")
     names, y = _classes(frame[target].astype(str).tolist(), classes)
-    return Samples(TensorDataset(torch.from_numpy(x), y), names)
-
-
-def _folder(path: Path, classes: Sequence[str] | None) -> Samples:
-    files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in IMAGES)
-    if not files:
-        raise ValueError(f"{path} has no images: it must have a folder for each class, with images in it.")
-    names, y = _classes([file.parent.name for file in files], classes)
-    return Samples(Images(files, y), names)
+    return Samples(dataset_of("train", frame.assign(**{target: y.numpy()}), target), names)
 
 
 def _classes(values: list[str], classes: Sequence[str] | None) -> tuple[Sequence[str], Tensor]:
@@ -150,7 +138,7 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
 def train(
     data: str, target: str | None, model: str | None, test: str | None, out: Path, *, epsilon: float, delta: float,
     epochs: float | None, batch: int | None, rate: float, seed: int | None, ledger: Path | None,
-    on_step: Callable[[int, int], None] = lambda step, steps: None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train, and write model.pt, run.ckpt and run.json into ``out``; what run.json holds.
 
@@ -163,28 +151,31 @@ def train(
         rate: of SGD with a bound of 1.
         seed: None for the operating system's randomness.
         ledger: file to book the run in.
-        on_step: called with each step and how many there are.
+        on_progress: told at each hundredth of the steps.
     """
     found = samples(data, target)
     torch.manual_seed(0 if seed is None else seed)
-    network = build(model, found)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    network.to(device)
-    books = None if ledger is None else Ledger(ledger)
+    network, books = build(model, found).to(device.name()), None if ledger is None else Ledger(ledger)
     private = make_private(
         network, torch.optim.SGD(network.parameters(), lr=rate), found.dataset, epsilon=epsilon, delta=delta,
         epochs=epochs, batch="auto" if batch is None else batch, seed=seed, ledger=books,
     )  # fmt: skip
+    steps, size, per_step = private.steps, private.plan.sampling.size, private.plan.expected_batch
     for each in private.batches():
-        private.step(each.to(device), losses)
-        on_step(private.steps_taken, private.steps)
+        out_of_step = private.step(each.to(device.name()), losses)
+        taken = private.steps_taken
+        if 100 * taken // steps > 100 * (taken - 1) // steps:
+            on_progress(Progress(
+                step=taken, steps=steps, epoch=-(-taken * per_step // size), epochs=-(-steps * per_step // size),
+                loss=float(out_of_step.loss), plan=private.plan, delta=delta,
+            ))  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     torch.save(network.state_dict(), out / "model.pt")
     private.save(out / "run.ckpt")
     written = {
         "data": data, "target": target, "model": model, "epsilon": private.epsilon(), "delta": delta,
         "steps": private.steps_taken, "classes": None if found.classes is None else list(found.classes),
-        "test_accuracy": None if test is None else accuracy(network, samples(test, target, found.classes), device),
+        "test_accuracy": None if test is None else accuracy(network, samples(test, target, found.classes)),
         "statement": private.statement(), "plan": private.plan.to_dict(),
     }  # fmt: skip
     private.close()
@@ -193,9 +184,9 @@ def train(
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, test: Samples, device: str) -> float:
+def accuracy(model: nn.Module, test: Samples) -> float:
     """Share of a test set that is classified as it should be."""
     model.eval()
     loader = torch.utils.data.DataLoader(test.dataset, batch_size=512)
-    right = [int((model(x.to(device)).argmax(1).cpu() == y).sum()) for x, y in loader]
+    right = [int((model(x.to(device.name())).argmax(1).cpu() == y).sum()) for x, y in loader]
     return sum(right) / len(test.dataset)  # type: ignore[arg-type]

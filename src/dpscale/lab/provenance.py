@@ -1,44 +1,27 @@
-"""Where numbers come from: the versions installed, the machine, the commit."""
+"""Where numbers come from: the versions installed, the machine."""
 
-import importlib.metadata
 import os
 import platform
-import subprocess
 from functools import cache
 from pathlib import Path
+
+from dpscale import provenance
+
+NUMERICS = 1
+"""Version of what a seeded run computes. Raise it with every change after which the same seed gives other numbers:
+records of two versions never stand in one table, and runs of an older one are done again."""
 
 
 @cache
 def installed_versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    found = {name: importlib.metadata.version(name) for name in ("dpscale", "torch", "dp-accounting", "numpy")}
-    return {"python": platform.python_version(), **found, "platform": platform.platform(), "cpu": _cpu()}
-
-
-@cache
-def source_commit() -> str | None:
-    """The commit of the source this runs from, with ``+changes`` if edited since; None outside a checkout."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    # Installed into an environment that lies in somebody's checkout, the commit would be that of their project.
-    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
-    head = git("rev-parse", "HEAD")
-    return head if head is None or not git("status", "--porcelain", "--", "..") else f"{head}+changes"
+    """Versions of what the numbers depend on, and the machine."""
+    return {**provenance.installed_versions(), "platform": platform.platform(), "cpu": _cpu()}
 
 
 def _cpu() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        pass
-    return (platform.processor() or platform.machine()) + f", {os.cpu_count()} cores"
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(named, platform.processor() or platform.machine())}, {os.cpu_count()} cores"

@@ -3,19 +3,18 @@
 Tables, figures and reports read records and nothing else, so any of them can be made again at any time.
 """
 
-import dataclasses
 import hashlib
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from dpscale.files import replacing
-from dpscale.lab.kinds import fault
-from dpscale.lab.provenance import installed_versions, source_commit
-from dpscale.scaling import RULES
+from dpscale.lab.provenance import NUMERICS, installed_versions
+from dpscale.lab.settings import Settings
+from dpscale.provenance import source_commit
 
 NAMES = "*-seed*-*.json"
 """What files of records are called; others in a folder are none of ours."""
@@ -23,148 +22,68 @@ NAMES = "*-seed*-*.json"
 FORMAT = 2
 """Version of the record's layout."""
 
-
-# Beside a type, what `fault` asks for as well: the least and the most, a pattern, or the keys of a mapping.
-Share = Annotated[float, (0, 1)]
-Amount = Annotated[float, (0, math.inf)]
-Count = Annotated[int, (1, 2**63)]
+Role = Literal["final", "search"]
+Share = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0)]
 
 
-class _Settings(TypedDict):
-    preset: Annotated[str, r"\w[\w.-]*"]  # it names a file
-    model: str
-    epsilon: Amount
-    delta: Share
-    epochs: Count
-    batch: Count
-    optimizer: NotRequired[str]
-    schedule: NotRequired[str]
-    average: NotRequired[Share]
-    augment: NotRequired[Mapping[str, Amount]]
-    views: NotRequired[Count]
-    note: NotRequired[str]
-
-
-class _Rate(TypedDict):
-    rate: float
-
-
-Chosen = Annotated[Mapping[Annotated[str, "rate|gamma1|K0|gamma0"], float], _Rate]
-
-
-class _Curves(TypedDict):
-    epoch: list[int]
-    train_loss: list[float | None]
-    accuracy: list[Share | None]
-
-
-class _Features(TypedDict):
-    encoder: str
-
-
-class _Samples(TypedDict):
-    train: Count
-    test: Count
-    source: NotRequired[Mapping[str, Any]]
-    features: NotRequired[_Features]
-
-
-class _Histogram(TypedDict):
-    bin_width: Annotated[float, (1e-6, 10)]
-    counts: Annotated[list[Count], (1, math.inf)]
-
-
-class _Norms(_Histogram):
-    epochs: Annotated[list[int], (1, math.inf)]
-    log10_norm: list[Annotated[float, (-400, 400)]]
-
-
-class _Similarity(_Histogram):
-    cosine: list[Annotated[float, (-1, 1)]]
-
-
-class _Diagnostics(TypedDict):
-    norms: _Norms | None
-    similarity: _Similarity | None
-    mean_weight: list[Annotated[float, (0, 1e100)] | None]
-
-
-class _Try(TypedDict):
-    choice: Chosen
-    accuracy: Share
-
-
-class _Search(TypedDict):
-    note: str
-    held_out: Share
-    epochs: NotRequired[Count]
-    searched_for: str
-    tries: list[_Try]
-    chosen: Chosen
-
-
-class _Versions(TypedDict):
-    dpscale: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(Settings):
     """What a run was and what came of it.
 
     ``diagnostics`` are gradient norms and weights, taken from the data *without noise*: they carry
     ``not_private: true`` and are for research on public data only. So are the losses in ``curves``.
-
-    Args:
-        role: ``"final"``, measured on the test data; ``"search"``, measured on held-out training data.
-        choice, learning_rate: the normalized rate and the momentum, as in `presets.Choice`, and what the optimizer got.
-        curves: per epoch: ``epoch``, ``train_loss``, ``accuracy``, which is None where it was not measured.
-        accuracy, loss: at the end of the last epoch, which is fixed beforehand; no loss if it is not finite.
-        seconds, cold_seconds: of training and of measuring its curve, and of what came before the first step.
-        data: how many samples, and where they come from.
-        search: how the choice was found, and what that leaves out of epsilon; None if it was given.
     """
 
-    config: Annotated[Mapping[str, Any], _Settings]
+    config: dict[str, Any]
     method: str
     title: str
     about: str
-    role: Annotated[str, "final|search"]
+    role: Role  # measured on the test data, or on held-out training data
     seed: int
-    choice: Chosen
-    scaling: Mapping[str, Any] | None
-    learning_rate: float
+    repeat: int = 0  # the same run once more, for the noise of the machine; 0 is the run that counts
+    choice: dict[str, int | float]  # the normalized rate and the momentum, as in `config.Choice`
+    scaling: dict[str, Any] | None
+    learning_rate: float  # what the optimizer got
     epsilon: Amount | None
     delta: Share | None
     noise_multiplier: Amount | None
-    plan: Mapping[str, Any] | None
+    plan: dict[str, Any] | None
     statement: str
-    curves: Annotated[Mapping[str, list[float | None]], _Curves]
-    accuracy: Share
-    loss: Amount | None
-    seconds: Amount
-    cold_seconds: Amount
-    data: Annotated[Mapping[str, Any], _Samples]
-    diagnostics: Annotated[Mapping[str, Any], _Diagnostics] | None = None
-    search: Annotated[Mapping[str, Any], _Search] | None = None
+    curves: dict[
+        str, list[int | float | None]
+    ]  # per epoch: epoch, train_loss, accuracy (None where it was not measured)
+    accuracy: Share  # at the end of the last epoch, which is fixed beforehand
+    loss: Amount | None  # None if it is not finite
+    seconds: Amount  # of training and of measuring its curve
+    cold_seconds: Amount  # of what came before the first step
+    data: dict[str, Any]  # how many samples, and where they come from
+    diagnostics: dict[str, Any] | None = None
+    search: dict[str, Any] | None = None  # how the choice was found; None if it was given
     command: str = ""
     created: str = ""
-    versions: Annotated[Mapping[str, str], _Versions] = field(default_factory=installed_versions)
-    commit: str | None = field(default_factory=source_commit)
-    format: int = FORMAT
+    versions: dict[str, str] = Field(default_factory=lambda: dict(installed_versions()))
+    commit: str | None = Field(default_factory=source_commit)
+    numerics: int = 1  # records from before it was noted are of the first version
+    format: Literal[2] = 2
 
     @property
     def key(self) -> str:
         """A short name for what was asked for: two runs with one key would do the same."""
-        return key(self.config, self.role, self.method, self.seed, self.choice, self.versions["dpscale"])
+        return key(
+            self.config, self.role, self.method, self.seed, self.choice, self.versions["dpscale"],
+            numerics=self.numerics, repeat=self.repeat,
+        )  # fmt: skip
 
     @property
     def rate(self) -> float:
         """The normalized rate."""
         return self.choice["rate"]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return dataclasses.asdict(self)
+    @property
+    def settings(self) -> str:
+        """What runs must have in common to stand in one table."""
+        about = [asked(self.config, self.role), self.versions["dpscale"], self.numerics, self.data.get("checksums")]
+        return json.dumps(about, sort_keys=True)
 
     def save(self, folder: Path) -> Path:
         """Write the record into ``folder``, whole or not at all."""
@@ -173,27 +92,26 @@ class Record:
         return path
 
 
-def key(config: Mapping[str, Any], role: str, method: str, seed: int, choice: Mapping[str, float], version: str) -> str:
+def key(
+    config: Mapping[str, Any], role: str, method: str, seed: int, choice: Mapping[str, float], version: str, *,
+    numerics: int = NUMERICS, repeat: int = 0,
+) -> str:  # fmt: skip
     """Twelve hexadecimal digits that stand for what a run is asked to do."""
     wanted = [FORMAT, asked(config, role), role, method, seed, dict(choice), version]
+    wanted += [{"numerics": numerics, "repeat": repeat}] if (numerics, repeat) != (1, 0) else []
     return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:12]
+
+
+_SEARCHED = ("tune", "grid", "gamma1s", "inner", "rates", "note", "micro_batch", "search_seeds", "widen")
+_DEFAULTS = {"average": 0.0, "schedule": "constant", "views": 1, "augment": {}, "standardize": False}
 
 
 def asked(config: Mapping[str, Any], role: str) -> dict[str, Any]:
     """What of a configuration a run depends on: its choice is named apart, so how it was searched does not matter;
-    neither does in which parts a batch was computed."""
-    wanted = dict(config)
-    for name in ("tune", "grid", "gamma1s", "inner", "rates", "note", "micro_batch"):
-        wanted.pop(name, None)
-    if role != "search":
-        wanted.pop("held_out", None)
-    if role != "search" or wanted.get("search_epochs") is None:
-        wanted.pop("search_epochs", None)
-    defaults = {"average": 0.0, "schedule": "constant", "views": 1, "augment": {}, "standardize": False}
-    for name, default in defaults.items():
-        if wanted.get(name) == default:
-            del wanted[name]  # records from before it could be chosen are those without
-    return wanted
+    neither does in which parts a batch was computed. Records from before a value could be chosen have its default."""
+    left_out = {*_SEARCHED, *(() if role == "search" else ("held_out", "search_epochs"))}
+    left_out |= {"search_epochs"} if config.get("search_epochs") is None else set()
+    return {k: v for k, v in config.items() if k not in left_out and not (k in _DEFAULTS and v == _DEFAULTS[k])}
 
 
 def file(folder: Path, method: str, seed: int, key: str) -> Path:
@@ -233,30 +151,8 @@ def are_in(folder: Path) -> bool:
 
 
 def whole(folder: Path) -> list[Record]:
-    """All records of a folder or of a packed file, those of its search too, if there are any.
-
-    A ``ValueError`` names the first that is none.
-    """
-    return _found(folder) + searched(folder)
-
-
-def searched(folder: Path) -> list[Record]:
-    """The records of a search that a folder keeps apart from those of its final runs."""
-    return _found(folder / "search")
-
-
-def _is_packed(source: Path) -> bool:
-    return source.suffix == ".jsonl" and source.is_file()
-
-
-def _found(source: Path) -> list[Record]:
-    """Every record of a folder or of one packed file; there may be none."""
-    if _is_packed(source):
-        return _unpacked(source)
-    found = [read(path) for path in sorted(source.glob(NAMES))]
-    packed = [*sorted(source.glob("*.jsonl")), *([beside(source)] if beside(source).is_file() else [])]
-    loose = {record.key for record in found}
-    return found + [record for path in packed for record in _unpacked(path) if record.key not in loose]
+    """All records of a folder or of a packed file, those of its search too, if there are any."""
+    return _found(folder) + _found(folder / "search")
 
 
 def beside(folder: Path) -> Path:
@@ -267,18 +163,49 @@ def beside(folder: Path) -> Path:
 def pack(folder: Path, path: Path) -> int:
     """Write the records of ``folder``, its search included, into one file, a line each; return how many it has.
 
-    What the file has already stays there, unless the folder has another record of the same run.
+    What the file has already stays there, unless the folder has another record of the same run. Packed records are
+    meant to be committed, so one that names no commit of the source is refused.
     """
     found = whole(folder)
     if not found:
         return 0
     kept = {record.key: record for record in _unpacked(path)} if path.is_file() else {}
-    found = list((kept | {record.key: record for record in found}).values())
+    added = {record.key: record for record in found}
+    nameless = [record.method for record in added.values() if record.commit is None and kept.get(record.key) != record]
+    if nameless:
+        raise ValueError(
+            f"{len(nameless)} records in {folder} name no commit, so that nobody could repeat them. Run them from a "
+            "git checkout of dpscale (pip install -e), and pack again."
+        )
+    everything = sorted((kept | added).values(), key=_order)
+    write(path, "".join(f"{_line(record)}\n" for record in everything))
+    return len(everything)
+
+
+def _order(record: Record) -> tuple[Any, ...]:
     # Not by key, which another release may make of other parts: what was packed before stays in its line.
-    found.sort(key=lambda record: (record.role, record.method, record.seed, sorted(record.choice.items()), record.key))
-    lines = (json.dumps(r.to_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":")) for r in found)
-    write(path, "".join(f"{line}\n" for line in lines))
-    return len(found)
+    return record.role, record.method, record.seed, sorted(record.choice.items()), record.repeat, record.key
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record.to_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _is_packed(source: Path) -> bool:
+    return source.suffix == ".jsonl" and source.is_file()
+
+
+def _found(source: Path) -> list[Record]:
+    """Every record of a folder or of one packed file; there may be none."""
+    if _is_packed(source):
+        return _unpacked(source)
+    loose = [read(path) for path in sorted(source.glob(NAMES))]
+    packed = [*sorted(source.glob("*.jsonl")), *([beside(source)] if beside(source).is_file() else [])]
+    return list({r.key: r for r in (*_all(packed), *loose)}.values()) if packed else loose
+
+
+def _all(paths: Iterable[Path]) -> list[Record]:
+    return [record for path in paths for record in _unpacked(path)]
 
 
 def _unpacked(path: Path) -> list[Record]:
@@ -289,38 +216,13 @@ def _unpacked(path: Path) -> list[Record]:
 
 
 def _record(text: bytes, name: str, action: str) -> Record:
-    problem = "is not JSON (cut short, perhaps)"
     try:
-        found = json.loads(text.decode())
-    except (ValueError, RecursionError):
-        found = None
-    else:
-        problem = f"is not a record of format {FORMAT}"
-    known = {f.name for f in dataclasses.fields(Record)}
-    if isinstance(found, dict) and found.get("format") == FORMAT and set(found) == known:
-        if not (told := fault(found, Record) or _misfit(found)):
-            return Record(**found)
-        problem = f"is damaged: {told}"
-    raise ValueError(f"{name} {problem}. Delete it and {action}.")
-
-
-def _misfit(found: Mapping[str, Any]) -> str:
-    """Parts of a record that do not go together, each of its kind though it is, in words; nothing if all do."""
-    curves, measured, rule = found["curves"], found["diagnostics"] or {}, found["scaling"]
-    epochs = found["config"]["epochs"] if found["role"] == "final" else len(curves["epoch"])
-    lists = [(f"curves.{name}", curves[name], epochs) for name in _Curves.__annotations__]
-    lists += [("diagnostics.mean_weight", measured["mean_weight"], epochs)] if measured else []
-    for name, centres in (("norms", "log10_norm"), ("similarity", "cosine")):
-        if part := measured.get(name):
-            lists.append((f"diagnostics.{name}.{centres}", part[centres], len(part["counts"])))
-    for name, values, count in lists:
-        if len(values) != count:
-            return f"{name} has {len(values)} values, not {count}"
-    if curves["accuracy"][-1:] == [None]:
-        return "the last of curves.accuracy is None, not a number"
+        values = json.loads(text.decode())
+    except ValueError:
+        raise ValueError(f"{name} is not JSON (cut short, perhaps). Delete it and {action}.") from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise ValueError(f"{name} is not a record of format {FORMAT}. Delete it and {action}.")
     try:
-        if rule is not None:
-            RULES[rule["rule"]](**{name: value for name, value in rule.items() if name != "rule"})
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return f"scaling is {rule!r}, not a rule and its constants"
-    return ""
+        return Record(**values)
+    except ValueError as error:
+        raise ValueError(f"{name} is damaged: {error} Delete it and {action}.") from None

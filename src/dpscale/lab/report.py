@@ -1,22 +1,26 @@
-"""The report: one HTML file that stands by itself, from records alone. It reads on a phone, in the dark, in print.
+"""The report: one HTML file that stands by itself, and tables as Markdown, from records alone.
 
-An experiment is a section. A page of one experiment is that section under its title; a page of several begins with one
-table of all accuracies, the paper's beside ours, and with what can be said of each experiment.
+An experiment is a section. A page of one experiment is that section under its title; a page of several begins with
+what can be said of each, and with one table of all accuracies, the paper's beside ours.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+import re
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from dpscale.lab import figures, paper, records, summary
+import jinja2
+from markupsafe import Markup, escape
+
+from dpscale.lab import drawing, figures, paper, records, stats
+from dpscale.lab.config import METHODS, Choice
 from dpscale.lab.figures import Picture
 from dpscale.lab.paper import Experiment
-from dpscale.lab.presets import METHODS, Choice
 from dpscale.lab.records import Record
-from dpscale.lab.summary import Row, plural
+from dpscale.lab.stats import Row, plural
 
 NAME = "report.html"
 NOT_FINISHED = "No final run is finished yet."
@@ -24,135 +28,104 @@ HOW_TO_DIAGNOSE = (
     "Gradient norms, mean weights and gradient similarity were not recorded. They look past the noise, so they are not "
     "private; on public data, --diagnostics records them."
 )
+ABOUT = (
+    "Every private method bounds how much one sample can add to a training step and then adds noise. The methods "
+    "differ in how they scale a sample's gradient. The question is which of them loses least accuracy at the same "
+    "privacy."
+)
+HOW = (
+    f"Methods are compared seed by seed, by a paired t-test at the {stats.LEVEL:.0%} level after Holm's correction "
+    "over all comparisons of this page. How close they are is said by 95% intervals."
+)
+MARK = "<!-- tables -->"
+"""What stands above this line in a Markdown page was written by hand, and stays."""
+
+_TERMS = {
+    "test accuracy": "Share of test images that are classified right, mean over seeds ± 95% interval (Student's t).",
+    "paper": "What the paper reports for the same method, without an interval.",
+    "against": "Accuracy minus that of {reference} at the same seed, in points, ± 95% interval.",
+    "p": "How likely chance alone gives such a difference, after Holm's correction for having looked at so many. "
+    f"Below {stats.LEVEL:g} is taken for a difference.",
+    "ε spent": "How much privacy a run costs at the δ above: smaller is stricter, 0 would reveal nothing.",
+    "σ": "Noise multiplier: standard deviation of the noise, in units of the most that one sample can add to a step.",
+    "rate": "Learning rate × bound / γ1: how far a step goes in the end, the same scale for every method.",
+    "γ1": "Outer momentum: the velocity keeps 1 − γ1 of itself at every step.",
+    "K0": "Inner momentum: at how many earlier points a sample's gradient is taken as well.",
+    "γ0": "Weight of such a point, per step of its age.",
+    "seconds per run": "Of training and of all measurements, without the cold start.",
+}
 
 
-def write(folder: Path, like: Sequence[Record] = ()) -> tuple[Path, list[Row]]:
-    """Make ``folder/report.html`` from one experiment's records in ``folder``; return its path and its table's rows.
+def write(folder: Path, like: Sequence[Record] = ()) -> tuple[Path, Experiment]:
+    """Make ``folder/report.html`` from one experiment's records in ``folder``; return its path and the experiment.
 
     Of several settings in one folder, those of ``like`` are shown, and its rates, or else the newest.
     """
     (one,) = paper.load(folder, like)
-    path = folder / NAME
-    records.write(path, page([one]))
-    return path, one.rows
+    records.write(folder / NAME, page([one]))
+    return folder / NAME, one
 
 
 def write_all(folder: Path, found: Sequence[Experiment]) -> Path:
     """Make ``folder/report.html`` of several experiments, and one of each in its own folder, where it has one."""
     for one in found:
         if one.records and (folder / one.preset).is_dir():
-            records.write(folder / one.preset / NAME, page([one]))
-    path = folder / NAME
-    records.write(path, page(found))
-    return path
+            records.write(folder / one.preset / NAME, page(paper.corrected([one])))
+    records.write(folder / NAME, page(found))
+    return folder / NAME
 
 
 def page(found: Sequence[Experiment]) -> str:
     """The whole page as text."""
-    style = resources.files("dpscale.lab").joinpath("report.css").read_text(encoding="utf-8")
-    alone = len(found) == 1 and bool(found[0].rows)
-    title = f"Private training on {found[0].preset}" if alone else _title(found)
-    body = _alone(found[0]) if alone else _several(found)
-    return "\n".join(
-        (
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            f"<style>{style}</style></head><body>",
-            f"<h1>{escape(title)}</h1>",
-            *body,
-            "</body></html>\n",
-        )
-    )
+    alone = found[0] if len(found) == 1 and found[0].rows else None
+    papers = "The paper's experiments, run anew" if all(one.paper for one in found) else "Private training, compared"
+    overview = () if alone else (figures.forest(found), figures.beside_the_paper(found))
+    return _template("report.html", autoescape=True).render(
+        title=f"Private training on {alone.preset}" if alone else papers, alone=alone, found=found,
+        style=Markup(_text("report.css")), runs=sum(len(one.records) for one in found), titles=_titles(found),
+        overview=[picture for picture in overview if picture], how_to_diagnose=HOW_TO_DIAGNOSE, purpose=ABOUT, how=HOW,
+        parts={one.preset: _parts(one) for one in found if one.rows}, cells=_cells, measured=_measured, about=_about,
+        headline=headline, details=details, most=lambda one: max(len(row.seeds) for row in one.rows), svg=_svg,
+        row_of=_row_of, settings=settings, plural=plural,
+    )  # fmt: skip
 
 
-def _title(found: Sequence[Experiment]) -> str:
-    return "The paper's experiments, run anew" if all(one.paper for one in found) else "Private training, compared"
+def _template(name: str, **options: Any) -> jinja2.Template:
+    loader = jinja2.FunctionLoader(_text)
+    made = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True, **options)
+    made.filters["plain"] = lambda text: text.replace("*", "\\*")  # the star of a method's name is no emphasis
+    return made.get_template(name)
 
 
-def _alone(one: Experiment) -> Iterable[str]:
-    yield f'<p class="soft">{escape(settings(one))}</p>'
-    yield from _unfinished(one)
-    yield f'<p class="verdict">{escape(verdict(one))}</p>'
-    yield from _section(one, one.preset, 2)
+def _text(name: str) -> str:
+    return resources.files("dpscale.lab").joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def _several(found: Sequence[Experiment]) -> Iterable[str]:
-    runs = sum(len(one.records) for one in found)
-    yield f'<p class="soft">{len(found)} experiments, {runs} runs. Test accuracy in percent, after the last epoch.</p>'
-    yield from _overview(found)
-    if (picture := figures.beside_the_paper(found)) is not None:
-        yield from ('<div class="pictures alone">', _figure(picture, "overview"), "</div>")
-    yield '<h2>Which methods differ</h2><dl class="verdicts">'
-    for one in found:
-        yield f"<dt>{escape(one.preset)}</dt><dd>{escape(verdict(one))}</dd>"
-    yield "</dl>"
-    for one in (one for one in found if one.rows):
-        yield f'<section id="{escape(one.preset)}"><h2 class="experiment">{escape(one.preset)}</h2>'
-        yield f'<p class="soft">{escape(settings(one))}</p>'
-        yield from _unfinished(one)
-        yield from _section(one, one.preset, 3)
-        yield "</section>"
+def _svg(picture: Picture, name: str) -> Markup:
+    return Markup(drawing.svg(picture.figure, f"{name}-{picture.name}", str(escape(picture.caption))))
+
+
+def headline(one: Experiment) -> str:
+    """The answer in one sentence."""
+    return stats.headline(one.rows) if one.rows else NOT_FINISHED
 
 
 def verdict(one: Experiment) -> str:
-    """What can be said of an experiment: which methods differ, and whether they were tuned alike."""
+    """What can be said of an experiment: which methods differ, how close the others are, what to mind."""
+    return f"{headline(one)} {details(one)}".strip()
+
+
+def details(one: Experiment) -> str:
+    """All of the verdict but its first sentence."""
     if not one.rows:
-        return NOT_FINISHED
-    tuned = all(record.search for record in one.records)
-    return ("" if tuned else "Rates were given, not searched. ") + summary.verdict(one.rows)
-
-
-def _overview(found: Sequence[Experiment]) -> Iterable[str]:
-    titles = {row.method: row.title for one in found for row in one.rows}
-    order = list(dict.fromkeys(name for name in (*METHODS, *titles) if name in titles))
-    yield '<div class="scroll"><table class="cards overview"><thead><tr><th scope="col">experiment</th>'
-    yield "".join(f'<th scope="col">{escape(titles[name])}</th>' for name in order) + "</tr></thead><tbody>"
-    for one in found:
-        rows = {row.method: row for row in one.rows}
-        most = max((len(row.seeds) for row in one.rows), default=0)
-        yield f'<tr><th scope="row">{_about(one, most)}</th>'
-        for name in order:
-            yield _accuracy_cell(titles[name], rows.get(name), one.paper.get(name), most)
-        yield "</tr>"
-    yield "</tbody></table></div>"
-    yield (
-        "<p class=\"note\">Mean over seeds and its 95% interval (Student's t); below it the paper's figure, where it "
-        "has one. The paper gives no intervals, no learning rates, no momenta. Where they were searched "
-        "here, every method had the same number of tries, unless the experiment says otherwise. The number of seeds "
-        "stands with the experiment, or with a "
-        "method that has fewer.</p>"
-    )
-
-
-def _about(one: Experiment, seeds: int) -> str:
-    name = escape(one.preset)
-    told = [f'<a href="#{name}">{name}</a>' if one.rows else name]
-    if one.records:
-        config = one.records[0].config
-        told.append(f"<small>ε {config['epsilon']:g}, δ {config['delta']:g}</small>")
-        told.append(f"<small>{plural(seeds, 'seed')}</small>")
-    if one.encoder:
-        told.append(f"<small>features of {escape(one.encoder)}</small>")
-    if one.left:
-        told.append(f'<small class="warn">{plural(one.left, "run")} left</small>')
-    elif not one.rows:
-        told.append('<small class="warn">not finished</small>')
-    return "<br>".join(told)
-
-
-def _accuracy_cell(title: str, row: Row | None, theirs: float | None, most: int) -> str:
-    label = f'<td data-label="{escape(title)}">'
-    below = [] if theirs is None else [f"paper {theirs:.2f}"]
-    if row is None:
-        ours = '<span class="soft">—</span>'
-    else:
-        mean, _, half = row.shown.replace("%", "").partition(" ± ")
-        ours = f"<b>{mean}</b>" + (f" <span>± {half}</span>" if half else "")
-        if len(row.seeds) < most:
-            below.append(plural(len(row.seeds), "seed"))
-    return label + f"<div>{ours}" + "".join(f"<br><small>{line}</small>" for line in below) + "</div></td>"
+        return ""
+    tuned = "" if all(record.search for record in one.records) else "Rates were given, not searched."
+    repeated = ""
+    if one.repeat_noise:
+        noise, times = one.repeat_noise
+        repeated = f"One and the same run, made {times} times, differs by {100 * noise:.2f} points (repeat noise)."
+    rest = stats.verdict(one.rows).replace(stats.headline(one.rows), "", 1).split()
+    return " ".join([*rest, *repeated.split(), *tuned.split()])
 
 
 def settings(one: Experiment) -> str:
@@ -160,11 +133,8 @@ def settings(one: Experiment) -> str:
     config = one.records[0].config
     counts = sorted({len(row.seeds) for row in one.rows})
     span = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    seeds = f"{span} {'seed' if counts == [1] else 'seeds'} each"
     what = f"{config['model']}" + (f" on frozen features of {one.encoder}" if one.encoder else "")
-    samples = one.records[0].data["train"]
-    optimizer = config.get("optimizer", "sgd")
-    how = [] if optimizer == "sgd" else [{"nadam": "NAdam"}.get(optimizer, optimizer)]
+    how = [{"nadam": "NAdam"}[name] for name in [config.get("optimizer", "sgd")] if name != "sgd"]
     if config.get("schedule", "constant") != "constant":
         how.append(f"a learning rate that falls to 0 ({config['schedule']})")
     if augment := config.get("augment"):
@@ -175,70 +145,107 @@ def settings(one: Experiment) -> str:
     if config.get("average"):
         how.append(f"measured at the moving average of the weights that keeps {config['average']:g} of itself")
     return (
-        f"{plural(len(one.rows), 'method')}, {seeds}, ε = {config['epsilon']:g}, δ = {config['delta']:g}; {what}, "
-        f"{samples:,} training samples, {plural(config['epochs'], 'epoch')}, expected batch {config['batch']}"
+        f"{plural(len(one.rows), 'method')}, {span} {'seed' if counts == [1] else 'seeds'} each, "
+        f"ε = {config['epsilon']:g}, δ = {config['delta']:g}; {what}, {one.records[0].data['train']:,} training "
+        f"samples, {plural(config['epochs'], 'epoch')}, expected batch {config['batch']}"
         f"{''.join(f', {each}' for each in how)}."
     )
 
 
-def _unfinished(one: Experiment) -> Iterable[str]:
-    if one.left:
-        yield f'<p class="warn">Unfinished: {plural(one.left, "run")} left. The same command goes on with them.</p>'
+def _titles(found: Sequence[Experiment]) -> dict[str, str]:
+    titles = {row.method: row.title for one in found for row in one.rows}
+    return {name: titles[name] for name in (*METHODS, *titles) if name in titles}
 
 
-def _section(one: Experiment, name: str, level: int) -> Iterable[str]:
-    """All that there is about an experiment, under headings of ``level``; ids in it begin with ``name``."""
-    parts = {
-        "Accuracy": _table(one),
-        "Pictures": _pictures(one.records, name),
-        "What is private, and how far": _privacy(one.rows),
-        "Rates and momenta": _search(one.records, summary.alike(one.rows)),
-        "To repeat this": _facts(one.records, one.left_out),
-    }
-    for title, lines in parts.items():
-        yield f"<h{level}>{title}</h{level}>"
-        yield from lines
+def _row_of(one: Experiment, method: str) -> Row | None:
+    return next((row for row in one.rows if row.method == method), None)
 
 
-def _table(one: Experiment) -> Iterable[str]:
-    against = "against DP-PSASC"
-    heads = ["test accuracy", "paper", against, "ε spent", "σ", "rate, momentum", "seconds per run"]
-    if not one.paper:
-        heads.remove("paper")
-    yield '<div class="scroll"><table class="cards"><thead><tr>'
-    yield "".join(f'<th scope="col">{head}</th>' for head in ("method", *heads)) + "</tr></thead><tbody>"
-    for row in one.rows:
-        theirs = one.paper.get(row.method)
-        cells = {
-            "test accuracy": row.shown,
-            "paper": "—" if theirs is None else f"{theirs:.2f}%",
-            against: row.shown_difference,
-            "ε spent": "—" if row.epsilon is None else f"{row.epsilon:.2f}",
-            "σ": "—" if row.noise_multiplier is None else f"{row.noise_multiplier:.3f}",
-            "rate, momentum": escape(Choice.of(row.choice).told()),
-            "seconds per run": f"{row.seconds:.1f}",
-        }
-        yield f'<tr><th scope="row">{escape(row.title)}</th>'
-        yield "".join(f'<td data-label="{head}">{cells[head]}</td>' for head in heads) + "</tr>"
-    yield "</tbody></table></div>"
-    yield (
-        '<p class="note">Mean over seeds and 95% interval (Student\'s t) of the accuracy after the last epoch, which '
-        f"is fixed beforehand. {_measured(one.records)} "
-        "The interval covers initialisation, batches and noise; it does not cover the choice of test images. "
-        "Runs of one seed share initialisation, batches and noise: the difference to DP-PSASC is taken seed by seed, "
-        "and its interval is often narrower than that of either mean, where runs of one seed move together. "
-        "Seconds are those of training and of all measurements, without the cold start.</p>"
+def _about(one: Experiment) -> list[tuple[str, bool]]:
+    """Lines about an experiment, and whether each is a warning."""
+    told = []
+    if one.records:
+        config, most = one.records[0].config, max(len(row.seeds) for row in one.rows)
+        told = [(f"ε {config['epsilon']:g}, δ {config['delta']:g}", False), (plural(most, "seed"), False)]
+    if one.encoder:
+        told.append((f"features of {one.encoder}", False))
+    if one.left or not one.rows:
+        told.append((f"{plural(one.left, 'run')} left" if one.left else "not finished", True))
+    return told
+
+
+def _cells(one: Experiment, row: Row) -> dict[str, str]:
+    """What a row of the table shows, by column."""
+    theirs, reference = one.paper.get(row.method), _reference(one)
+    cells = {
+        "test accuracy": row.shown, "paper": "—" if theirs is None else f"{theirs:.2f}%",
+        f"against {reference}": row.shown_difference, "p": "—" if row.p_holm is None else f"{row.p_holm:.2g}",
+        "ε spent": "—" if row.epsilon is None else f"{row.epsilon:.2f}",
+        "σ": "—" if row.noise_multiplier is None else f"{row.noise_multiplier:.3f}",
+        "rate, momentum": Choice.of(row.choice).label(), "seconds per run": f"{row.seconds:.1f}",
+    }  # fmt: skip
+    left_out = {} if one.paper else {"paper"}
+    left_out = left_out if reference else {*left_out, "against None", "p"}
+    return {head: cell for head, cell in cells.items() if head not in left_out}
+
+
+def _reference(one: Experiment) -> str | None:
+    return next((row.reference for row in one.rows if row.reference), None)
+
+
+def _parts(one: Experiment) -> dict[str, Any]:
+    """All that the section of an experiment shows besides its rows."""
+    drawn = [*filter(None, [figures.forest([one])]), *figures.pictures(one.records)]
+    searches = {r.search["searched_for"]: r.search for r in one.records if r.search}
+    labels = " ".join(Choice.of(row.choice).label() for row in one.rows)
+    heads = list(_cells(one, one.rows[0]))
+    shown = " ".join([*heads, labels])
+    return {
+        "first": [each for each in drawn if each.name in ("differences", "accuracy")],
+        "more": [each for each in drawn if each.name not in ("differences", "accuracy")],
+        "diagnosed": not all(each.private for each in drawn), "heads": heads,
+        "terms": [(term, text.format(reference=_reference(one))) for term, text in _TERMS.items() if term in shown],
+        "controls": [row for row in one.rows if row.about.startswith("Control")],
+        "statements": _statements(one.rows), "searches": {_title(name): _tries(s) for name, s in searches.items()},
+        "search_note": _search_note(one, searches), "commands": _commands(one.records),
+        "facts": _facts(one.records, one.left_out),
+    }  # fmt: skip
+
+
+def _title(method: str) -> str:
+    return METHODS[method].title if method in METHODS else method
+
+
+def _tries(search: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+    return [
+        (f"{100 * each['accuracy']:.1f}", Choice.of(each["choice"]).label(), each["choice"] == search["chosen"])
+        for each in sorted(search["tries"], key=lambda each: tuple(each["choice"].values()))
+    ]
+
+
+def _search_note(one: Experiment, searches: Mapping[str, Any]) -> str:
+    if not searches:
+        return ""
+    first = next(iter(searches.values()))
+    if not stats.alike(one.rows):
+        return f"The methods were not searched alike. {first['note']}"
+    epochs, seeds = first.get("epochs") or one.records[0].config["epochs"], first.get("seeds", 1)
+    return (
+        f"Every method had the same tries of {plural(epochs, 'epoch')}, the best with {plural(seeds, 'seed')}, "
+        f"measured on {100 * first['held_out']:g}% of the training data. {first['note']}"
     )
-    note = one.records[0].config.get("note", "")
-    if note:
-        yield f'<p class="note">{escape(note)}</p>'
-    controls = [row for row in one.rows if row.about.startswith("Control")]
-    if controls:
-        told = " ".join(f"<b>{escape(row.title)}</b>: {escape(row.about)}" for row in controls)
-        yield (
-            f'<p class="note">Under SGD, s divides the learning rate and makes the stabiliser a little larger, nothing '
-            f"else. The controls tell the two apart. {told}</p>"
-        )
+
+
+def _statements(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Privacy statements under the methods that they are of. What all private ones share is said once."""
+    lines = {row.title: row.statement.splitlines() for row in rows}
+    private = [lines[row.title] for row in rows if row.epsilon is not None]
+    common = [line for line in private[0] if all(line in other for other in private)] if len(private) > 1 else []
+    own: dict[str, list[str]] = {}
+    for title, text in lines.items():
+        own.setdefault("\n".join(line for line in text if line not in common), []).append(title)
+    told = [(", ".join(titles), text) for text, titles in own.items() if text]
+    return [(f"All {len(private)} private methods", "\n".join(common)), *told] if common else told
 
 
 def _measured(chosen: Sequence[Record]) -> str:
@@ -248,91 +255,51 @@ def _measured(chosen: Sequence[Record]) -> str:
     return f"Curves are measured {times} on the test data and choose nothing."
 
 
-def _pictures(chosen: Sequence[Record], name: str) -> Iterable[str]:
-    found = figures.pictures(chosen)
-    yield '<div class="pictures">'
-    yield from (_figure(one, name) for one in found)
-    yield "</div>"
-    if all(one.private for one in found):
-        yield f'<p class="note">{HOW_TO_DIAGNOSE}</p>'
+def _commands(chosen: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(record.command for record in chosen if record.command))
 
 
-def _figure(one: Picture, name: str) -> str:
-    picture = figures.svg(one.figure, f"{name}-{one.name}", escape(one.caption, quote=True))
-    mark = "" if one.private else ' <b class="warn">Not private: measured without noise, on public data.</b>'
-    return f"<figure>{picture}<figcaption>{escape(one.caption)}{mark}</figcaption></figure>"
-
-
-def _privacy(rows: Sequence[Row]) -> Iterable[str]:
-    lines = {row.method: row.statement.splitlines() for row in rows}
-    private = [lines[row.method] for row in rows if row.epsilon is not None]
-    # What all private methods have in common is said once; each method keeps the lines that are its own.
-    common = [line for line in private[0] if all(line in other for other in private)] if len(private) > 1 else []
-    yield '<dl class="privacy">'
-    if common:
-        yield f"<dt>All {len(private)} private methods</dt><dd>{escape(chr(10).join(common))}</dd>"
-    for row in rows:
-        own = [line for line in lines[row.method] if line not in common]
-        yield f"<dt>{escape(row.title)}</dt><dd>{escape(chr(10).join(own))}</dd>"
-    yield "</dl>"
-
-
-def _search(chosen: Sequence[Record], alike: bool) -> Iterable[str]:
-    found = {r.search["searched_for"]: r.search for r in chosen if r.search}
-    if not found:
-        yield "<p>The rates were given, not searched in this run. A search on private data is not counted in ε.</p>"
-        return
-    first = next(iter(found.values()))
-    yield f"<p>{escape(first['note'])}</p>"
-    epochs, whole = first.get("epochs"), chosen[0].config["epochs"]
-    early = f" of {plural(epochs, 'epoch')}" if epochs and epochs < whole else ""
-    if not alike:
-        yield '<p class="warn">The methods were not searched alike.</p>'
-    part = f"{100 * first['held_out']:g}% of" if alike else "a part of"
-    yield (
-        f"<p>Accuracy on {part} the training data, one run per try{early}"
-        f"{', the same number of tries for every method' if alike else ''}. Rates are learning rate × bound / γ1, so "
-        "that rules of different bounds and momenta of different length are treated alike; the choice made is "
-        "marked.</p>"
-    )
-    yield '<dl class="tries">'
-    for method, search in found.items():
-        title = METHODS[method].title if method in METHODS else method
-        tries = "".join(_try(t, t["choice"] == search["chosen"]) for t in search["tries"])
-        yield f"<dt>{escape(title)}</dt><dd>{tries}</dd>"
-    yield "</dl>"
-
-
-def _try(tried: Mapping[str, Any], chosen: bool) -> str:
-    shown = f"{100 * tried['accuracy']:.1f}"
-    shown = f"<b>{shown} ✓</b>" if chosen else shown
-    mark = ' class="chosen"' if chosen else ""
-    return f"<span{mark}>{shown}<small>{escape(Choice.of(tried['choice']).told())}</small></span>"
-
-
-def _facts(chosen: Sequence[Record], left_out: int) -> Iterable[str]:
-    first = chosen[-1]
+def _facts(chosen: Sequence[Record], left_out: int) -> dict[str, str]:
+    last, data = chosen[-1], chosen[-1].data
     seconds, cold = (math.fsum(values) for values in zip(*((r.seconds, r.cold_seconds) for r in chosen), strict=True))
-    facts: dict[str, Any] = {
+    source = [f"{data['train']:,} training and {data['test']:,} test samples", *data.get("source", {}).values()]
+    source += [f"features of {data['features']['encoder']}"] if "features" in data else []
+    values = ", ".join(f"{k} = {v}" for k, v in last.config.items() if k not in ("rates", "preset", "note"))
+    facts = {
         "runs": f"{len(chosen)}, {seconds:.0f} s of training, {cold:.0f} s of cold starts, the search not included",
-        "data": _data(first.data),
-        **dict(first.versions),
-        "commit": first.commit or "not from a checkout",
-        "finished": max(record.created for record in chosen),
-        "settings": ", ".join(f"{k} = {v}" for k, v in first.config.items() if k not in ("rates", "preset", "note")),
-    }
-    if left_out:
-        facts["left out"] = f"{left_out} records of other settings in the same folder"
-    for command in dict.fromkeys(record.command for record in chosen if record.command):
-        yield f"<pre><code>{escape(command)}</code></pre>"
-    yield '<dl class="facts">'
-    yield from (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
-    yield "</dl>"
+        "data": ", ".join(map(str, source)), **last.versions, "commit": last.commit or "not from a checkout",
+        "finished": max(record.created for record in chosen), "settings": values,
+    }  # fmt: skip
+    return facts | ({"left out": f"{left_out} records of other settings in the same folder"} if left_out else {})
 
 
-def _data(data: Mapping[str, Any]) -> str:
-    """How many samples, and where they are from; their checksums are in the records."""
-    parts = [f"{data['train']:,} training and {data['test']:,} test samples", *data.get("source", {}).values()]
-    if "features" in data:
-        parts.append(f"features of {data['features']['encoder']}")
-    return ", ".join(map(str, parts))
+def before_tables(path: Path) -> str:
+    """What a Markdown file has above its tables; the start of a page if it has nothing.
+
+    A file without `MARK` was not meant to be overwritten: a ``ValueError``.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Give --markdown a file, such as {path / 'results.md'}.")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    mark = re.search(rf"^{re.escape(MARK)}[ \t]*$", text, re.MULTILINE)
+    if text.strip() and not mark:
+        raise ValueError(
+            f"The file {path} is there and has no line {MARK}, so that all of it would be overwritten. Add that line "
+            "where the tables are to begin, or write them to another file."
+        )
+    return f"{text[: mark.start()] if mark else '# Results' + chr(10) * 2}{MARK}"
+
+
+def write_markdown(path: Path, found: Sequence[Experiment], before: str) -> None:
+    """The tables as Markdown below ``before``, and their pictures in a folder ``figures`` beside the file."""
+    drawn = {f"{path.stem}.png": figures.beside_the_paper(found), f"{path.stem}-differences.png": figures.forest(found)}
+    for name, picture in drawn.items():
+        if picture:
+            records.write(path.parent / "figures" / name, drawing.png(picture.figure))
+    shown = [{"caption": picture.caption, "file": quote(name)} for name, picture in drawn.items() if picture]
+    text = _template("results.md").render(
+        title=before, found=found, pictures=shown, titles=_titles(found), plural=plural, row_of=_row_of,
+        settings=settings, verdict=verdict, not_finished=NOT_FINISHED, commands=_commands, reference=_reference,
+        label=lambda choice: Choice.of(choice).label(),
+    )  # fmt: skip
+    records.write(path, text.rstrip("\n") + "\n")

@@ -22,17 +22,17 @@ from dpscale.checks import require
 from dpscale.engine import LossFn
 from dpscale.engine.modules import structure
 from dpscale.engine.phases import listening, phase
-from dpscale.lab import diagnostics
+from dpscale.lab import device, diagnostics
 from dpscale.lab.augment import augmented
+from dpscale.lab.config import METHODS, OUTER, SCHEDULES, SEARCH_SEED, Choice, Config
 from dpscale.lab.data import Data, hold_out
 from dpscale.lab.data import load as load_data
 from dpscale.lab.datasets.folder import data_folder
 from dpscale.lab.encoders import features
 from dpscale.lab.finetuning import FineTuned
 from dpscale.lab.models import MODELS, large, standardized
-from dpscale.lab.presets import METHODS, OUTER, SCHEDULES, Choice, Config, Method
-from dpscale.lab.provenance import installed_versions
-from dpscale.lab.records import Record
+from dpscale.lab.provenance import NUMERICS, installed_versions
+from dpscale.lab.records import Record, Role
 from dpscale.lab.scattering import SCATTERING, scattered
 from dpscale.ledger import Ledger
 from dpscale.momentum import over_views, views
@@ -43,7 +43,14 @@ from dpscale.scaling import Clip
 from dpscale.shapes import Sizes
 from dpscale.training import privatize
 
-NOT_PRIVATE = "Not private: plain SGD without clipping and without noise. It is here for comparison only."
+_MEASURED = 10
+"""A run is measured so many times at most, one of a large model half as often."""
+
+_EVALUATED = 6_000_000
+"""Numbers of input that are evaluated at once."""
+
+_LONG = 1000
+"""Steps from which on a run is compiled on the CPU too: some 20 s, which make a step up to three times as fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +58,34 @@ class Job:
     """What `run` needs besides a place to report to: plain values, so that it travels to another process.
 
     Args:
-        choice: rate and momentum.
         noise_multiplier: of every private method, since all share sampling, steps and budget.
-        role: ``"final"`` or ``"search"``, as in `Record`.
-        search: how the choice was found, for the record.
-        command: the command line, for the record.
+        role, repeat, search, command: as in `Record`.
         ledger: where the run is booked, under a name of its own each time.
+        fresh: draws and noise are the operating system's, and not of the seed.
     """
 
     config: Config
     method: str
     seed: int
     choice: Choice
-    noise_multiplier: float
-    role: str = "final"
+    noise_multiplier: float = 0.0
+    role: Role = "final"
+    repeat: int = 0
     search: dict[str, Any] | None = None
     command: str = ""
     ledger: Path | None = None
+    fresh: bool = False
 
     @property
     def learning_rate(self) -> float:
         """What the optimizer gets."""
         return METHODS[self.method].learning_rate(self.config, self.choice)
+
+    @property
+    def points(self) -> int:
+        """At how many points it takes gradients at each step: so many times as long it takes."""
+        momentum = METHODS[self.method].momentum_of(self.config, self.choice)
+        return 1 if momentum is None or METHODS[self.method].rule is None else momentum.evaluations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +141,17 @@ class _Watch:
         return {"not_private": True, "note": diagnostics.NOTE, **found, "mean_weight": self.mean_weight}
 
 
+@dataclass(eq=False)
+class _Trained:
+    """What came of a run so far."""
+
+    curves: dict[str, list[float | None]] = field(
+        default_factory=lambda: {"epoch": [], "train_loss": [], "accuracy": []}
+    )
+    loss: float = math.nan
+    begun: float = 0.0  # when the cold start was over
+
+
 def calibrate(config: Config) -> float:
     """The noise multiplier of every private method: it depends on sampling, steps and budget, not on the rule."""
     plan = Plan(scaling=Clip(C=1.0), sampling=_sampling(config, size(config)), epochs=config.epochs)
@@ -140,7 +164,11 @@ def run(job: Job, on_progress: Callable[[Progress], None] | None = None) -> Reco
     """Train once and say what came of it. ``on_progress`` is called after every epoch, and at each phase before."""
     job.config.require_device()
     with _exact_products():
-        return _run(job, on_progress)
+        start, data = time.perf_counter(), load(job.config, job.role, job.seed)
+        model, plan, watch = _model(job.config, job.seed, data), _plan(job, data), _Watch()
+        trained = _train(job, data, model, plan, watch, on_progress or (lambda _: None))
+        seconds = time.perf_counter() - trained.begun, trained.begun - start
+        return _record(job, data, model, plan, watch, trained, seconds)
 
 
 def rehearse(job: Job) -> None:
@@ -151,9 +179,8 @@ def rehearse(job: Job) -> None:
 def steps(job: Job) -> Iterator[Any]:
     """The steps of a run as they are taken, nothing measured between them: for those who time them."""
     with _exact_products():
-        data = load(job.config, job.role)
-        model, plan = _model(job.config, job.seed, data), _plan(job, METHODS[job.method], data)
-        yield from _steps(model, job, data, plan, _Watch())
+        data = load(job.config, job.role, job.seed)
+        yield from _steps(_model(job.config, job.seed, data), job, data, _plan(job, data), _Watch())
 
 
 @contextmanager
@@ -170,85 +197,88 @@ def _exact_products() -> Iterator[None]:
             place.allow_tf32 = value
 
 
-def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
-    config, method = job.config, METHODS[job.method]
-    data = load(config, job.role)
-    model = _model(config, job.seed, data)
-    plan = _plan(job, method, data)
-    sampling = _sampling(config, data.size)
-    ends = [sampling.steps(epoch) for epoch in range(1, config.trained(job.role) + 1)]
-    watch = _Watch()
+def _train(
+    job: Job, data: Data, model: nn.Module, plan: Plan | None, watch: _Watch, on_progress: Callable[[Progress], None]
+) -> _Trained:
+    """All epochs, measured now and then and at the end."""
+    config, sampling = job.config, _sampling(job.config, data.size)
+    ends = [0, *(sampling.steps(epoch) for epoch in range(1, config.trained(job.role) + 1))]
+    epochs = len(ends) - 1
     measured = copy.deepcopy(model) if config.average else model
-    steps = _steps(model, job, data, plan, watch)
-    curves: dict[str, list[float | None]] = {"epoch": [], "train_loss": [], "accuracy": []}
     points = _MEASURED // 2 if large(config.model) else _MEASURED
-    every = len(ends) if job.role == "search" else math.ceil(len(ends) / points)  # of a try nobody sees the curve
-    accuracy: float | None = None
-    loss = float("nan")
-    start = begin = time.perf_counter()
+    every = epochs if job.role == "search" else math.ceil(epochs / points)  # of a try nobody sees the curve
+    taken, done = _steps(model, job, data, plan, watch), _Trained(begun=time.perf_counter())
 
     def tell(epoch: int, phase: str | None = None) -> None:
-        nonlocal begin
         if epoch == 0 and phase is None:
-            begin = time.perf_counter()  # the cold start is over
-        if on_progress:
-            step, trained = (ends[epoch - 1], curves["train_loss"][-1]) if epoch else (0, None)
-            shown = float("nan") if trained is None else trained
-            now = Progress(
-                step=step, steps=ends[-1], epoch=epoch, epochs=len(ends),
-                loss=shown, plan=plan, delta=config.delta, phase=phase,
-            )  # fmt: skip
-            on_progress(now)
+            done.begun = time.perf_counter()  # the cold start is over
+        loss = (done.curves["train_loss"] or [None])[-1]
+        on_progress(Progress(
+            step=ends[epoch], steps=ends[-1], epoch=epoch, epochs=epochs, loss=math.nan if loss is None else loss,
+            plan=plan, delta=config.delta, phase=phase,
+        ))  # fmt: skip
 
-    for epoch, end in enumerate(ends, start=1):
+    for epoch in range(1, epochs + 1):
         watch.on = config.diagnostics and epoch > config.epochs - config.last_epochs
-        begun = ends[epoch - 2] if epoch > 1 else 0
+        seen = []
         with listening(partial(tell, epoch - 1)):
-            seen = []
-            for number in range(begun, end):
-                seen.append(next(steps))
+            for number in range(ends[epoch - 1], ends[epoch]):
+                seen.append(next(taken))
                 if config.average:
                     _average(measured, model, number + 1, config.average)
         if config.diagnostics:
             watch.take(epoch, seen)
-        train_loss = _mean([step.loss for step in seen])
-        due = epoch % every == 0 or epoch == len(ends)
-        accuracy, loss = evaluate(measured, data, config) if due else (None, loss)
-        curves["epoch"].append(epoch)
-        curves["train_loss"].append(train_loss)
-        curves["accuracy"].append(accuracy)
+        due = epoch % every == 0 or epoch == epochs
+        accuracy, done.loss = evaluate(measured, data, config) if due else (None, done.loss)
+        for name, value in (("epoch", epoch), ("train_loss", _mean([step.loss for step in seen]))):
+            done.curves[name].append(value)
+        done.curves["accuracy"].append(accuracy)
         tell(epoch)
+    return done
+
+
+def _record(
+    job: Job, data: Data, model: nn.Module, plan: Plan | None, watch: _Watch, trained: _Trained,
+    seconds: tuple[float, float],
+) -> Record:  # fmt: skip
+    config, method, final = job.config, METHODS[job.method], job.role == "final"
+    scaling, accuracy = method.scaling(config), trained.curves["accuracy"][-1]
     assert accuracy is not None  # the last epoch is measured
-    end_time = time.perf_counter()
-    final = job.role == "final"
-    scaling = method.scaling(config)
     return Record(
-        config=config.to_dict(),
-        method=method.name,
-        title=method.title,
-        about=method.about,
-        role=job.role,
-        seed=job.seed,
-        choice=job.choice.to_dict(),
-        scaling=None if scaling is None else {"rule": method.rule, **vars(scaling)},
-        learning_rate=job.learning_rate,
+        config=config.to_dict(), method=method.name, title=_title(job), about=method.about, role=job.role,
+        seed=job.seed, repeat=job.repeat, choice=job.choice.to_dict(),
+        scaling=None if scaling is None else {"rule": method.rule, **vars(scaling)}, learning_rate=job.learning_rate,
         # The search is not counted, so its runs state no epsilon: nobody should add theirs to a claim.
-        epsilon=plan.epsilon(delta=config.delta) if plan and final else None,
-        delta=config.delta if plan else None,
-        noise_multiplier=plan.noise_multiplier if plan else None,
-        plan=plan.to_dict() if plan else None,
-        statement=NOT_PRIVATE if plan is None else _statement(plan, config, job.seed) if final else "",
-        curves=curves,
-        accuracy=accuracy,
-        loss=loss if math.isfinite(loss) else None,
-        seconds=round(end_time - begin, 3),
-        cold_seconds=round(begin - start, 3),
+        epsilon=plan.epsilon(delta=config.delta) if plan and final else None, delta=config.delta if plan else None,
+        noise_multiplier=plan.noise_multiplier if plan else None, plan=plan.to_dict() if plan else None,
+        statement=_statement(plan, job), curves=trained.curves, accuracy=accuracy,
+        loss=trained.loss if math.isfinite(trained.loss) else None,
+        seconds=round(seconds[0], 3), cold_seconds=round(seconds[1], 3),
         data={"train": data.size, "test": len(data.test_labels), **data.provenance, **_public(model)},
-        diagnostics=watch.to_dict(),
-        search=job.search,
-        command=job.command,
+        diagnostics=watch.to_dict(), search=job.search, command=job.command, numerics=NUMERICS,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions={**installed_versions(), **_gpu()},
+        versions={**installed_versions(), **device.gpu_name()},
+    )  # fmt: skip
+
+
+_OPTIMIZERS = {"sgd": "SGD", "nadam": "NAdam"}
+
+
+def _title(job: Job) -> str:
+    method = METHODS[job.method]
+    return method.title if method.rule else method.title.replace("SGD", _OPTIMIZERS[job.config.optimizer])
+
+
+def _statement(plan: Plan | None, job: Job) -> str:
+    if plan is None:
+        name = _OPTIMIZERS[job.config.optimizer]
+        return f"Not private: plain {name} without clipping and without noise. It is here for comparison only."
+    if job.role != "final":
+        return ""
+    return (
+        f"{plan.statement(delta=job.config.delta)}\nBatches and noise come from the seed {job.seed}, so that the run "
+        "can be repeated. Whoever knows a seed can take the noise away: the guarantee is that of the same run without "
+        "one."
     )
 
 
@@ -258,6 +288,28 @@ def _average(average: nn.Module, model: nn.Module, step: int, most: float) -> No
     keep = min(most, step / (step + 10))
     for a, w in zip(average.parameters(), model.parameters(), strict=True):
         a.lerp_(w, 1 - keep)
+
+
+def planned(config: Config, data: Data) -> Plan:
+    """What one run on these data does, its noise still to be calibrated."""
+    return Plan(scaling=Clip(C=1.0), sampling=_sampling(config, data.size), epochs=config.epochs)
+
+
+def untrained(config: Config, data: Data, seed: int = 0) -> nn.Module:
+    """The model of a configuration as it begins, to load weights into."""
+    return _model(config, seed, data)
+
+
+def trained(job: Job, plan: Plan, data: Data) -> nn.Module:
+    """The model of a private run under this plan, or the average of its weights where the configuration has one."""
+    job.config.require_device()
+    with _exact_products():
+        model = _model(job.config, job.seed, data)
+        average = copy.deepcopy(model)
+        for number, _ in enumerate(_train_private(model, plan, job, data, _Watch()), start=1):
+            if job.config.average:
+                _average(average, model, number, job.config.average)
+    return average if job.config.average else model
 
 
 @torch.no_grad()
@@ -275,14 +327,6 @@ def evaluate(model: nn.Module, data: Data, config: Config) -> tuple[float, float
         loss += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
     model.train(training)
     return right / len(data.test_labels), loss / len(data.test_labels)
-
-
-_MEASURED = 10
-"""A run is measured so many times at most, one of a large model half as often: Imagenette is 9,469 images to train on
-and 3,925 to measure on."""
-
-_EVALUATED = 6_000_000
-"""Numbers of input that are evaluated at once."""
 
 
 def prepared(images: Tensor, config: Config) -> Tensor:
@@ -306,15 +350,19 @@ def _whole(name: str, train_size: int | None, encoder: str | None) -> Data:
 
 
 @cache
-def _on_device(name: str, train_size: int | None, encoder: str | None, held_out: float | None) -> Data:
+def _on_device(
+    name: str, train_size: int | None, encoder: str | None, held_out: float | None, split: int, place: str
+) -> Data:
     data = _whole(name, train_size, encoder)
-    data = data if held_out is None else hold_out(data, held_out)
-    return data.to("cuda" if torch.cuda.is_available() else "cpu")
+    return (data if held_out is None else hold_out(data, held_out, split)).to(place)
 
 
-def load(config: Config, role: str) -> Data:
-    """The data of a run, where it trains; a search sees the training part only, split once more."""
-    return _on_device(config.data, config.train_size, config.encoder, config.held_out if role == "search" else None)
+def load(config: Config, role: str, seed: int = SEARCH_SEED) -> Data:
+    """The data of a run, where it trains; a search sees the training part only, split once more, by each of its seeds
+    in another way."""
+    search = role == "search"
+    held_out, split = (config.held_out, max(0, seed - SEARCH_SEED)) if search else (None, 0)
+    return _on_device(config.data, config.train_size, config.encoder, held_out, split, device.name())
 
 
 def size(config: Config) -> int:
@@ -334,33 +382,21 @@ def _sampling(config: Config, samples: int) -> Sampling:
     return Poisson(size=samples, batch=max(1, round(config.batch * samples / size(config))))
 
 
-def _plain_rows(config: Config, data: Data) -> int | None:
-    """Rows of a part of a plain batch, or of all of it. On CUDA, padded: a try's like a final run's, so that one
-    compiled step serves both."""
-    if config.micro_batch is not None or not data.train_labels.is_cuda:
-        return config.micro_batch
-    return max(Sizes.of(_sampling(config, samples)).rows[-1] for samples in (data.size, size(config)))
+def total_steps(job: Job) -> int:
+    """Steps of a run."""
+    return _sampling(job.config, size(job.config)).steps(job.config.trained(job.role))
 
 
-def _statement(plan: Plan, config: Config, seed: int) -> str:
-    return (
-        f"{plan.statement(delta=config.delta)}\nBatches and noise come from the seed {seed}, so that the run can be "
-        "repeated. Whoever knows a seed can take the noise away: the guarantee is that of the same run without one."
-    )
-
-
-def _plan(job: Job, method: Method, data: Data) -> Plan | None:
+def _plan(job: Job, data: Data) -> Plan | None:
+    method = METHODS[job.method]
     scaling = method.scaling(job.config)
     if scaling is None:
         return None
     return Plan(
-        scaling=scaling,
-        sampling=_sampling(job.config, data.size),
-        epochs=job.config.trained(job.role),
-        noise_multiplier=job.noise_multiplier,
-        delta=job.config.delta,
+        scaling=scaling, sampling=_sampling(job.config, data.size), epochs=job.config.trained(job.role),
+        noise_multiplier=job.noise_multiplier, delta=job.config.delta,
         momentum=method.momentum_of(job.config, job.choice),
-    )
+    )  # fmt: skip
 
 
 def _model(config: Config, seed: int, data: Data) -> nn.Module:
@@ -388,8 +424,8 @@ def _schedule(optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:
     return LambdaLR(optimizer, lambda step: left(step / steps))
 
 
-def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+def _autocast(config: Config, place: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(place.type, torch.bfloat16, enabled=config.precision == "bf16")
 
 
 def _losses_of(config: Config) -> LossFn:
@@ -402,9 +438,9 @@ def _losses_of(config: Config) -> LossFn:
     return over_views(losses) if config.augment else losses
 
 
-def _viewed(job: Job, device: torch.device) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]:
+def _viewed(job: Job, place: torch.device) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]:
     """What makes the views of a batch; without augmentation the batch is its own."""
-    random = torch.Generator(device).manual_seed(job.seed)  # of the views alone: no part of the mechanism
+    random = torch.Generator(place).manual_seed(job.seed)  # of the views alone: no part of the mechanism
     transform = partial(augmented, amounts=job.config.augment, random=random)
     return partial(views, count=job.config.views, transform=transform) if job.config.augment else lambda batch: batch
 
@@ -414,19 +450,17 @@ def _steps(model: nn.Module, job: Job, data: Data, plan: Plan | None, watch: _Wa
 
 
 def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data, watch: _Watch) -> Iterator[_Step]:
-    optimizer, losses, parameters = _optimizer(model, job), _losses_of(job.config), structure(model).trainable
+    config, optimizer, losses = job.config, _optimizer(model, job), _losses_of(job.config)
+    parameters, ledger = structure(model).trainable, None if job.ledger is None else Ledger(job.ledger)
     assert plan.steps is not None
-    compiled = data.train_labels.is_cuda or plan.steps >= _LONG
-    ledger = None if job.ledger is None else Ledger(job.ledger)
-    told = f"{job.config.preset}, {job.method}, seed {job.seed}, {job.role}, {secrets.token_hex(4)}"
+    named = f"{config.preset}, {job.method}, seed {job.seed}, {job.role}, {secrets.token_hex(4)}"
     private = privatize(
-        model, optimizer, plan, seed=job.seed, micro_batch=job.config.micro_batch, compile=compiled, ledger=ledger,
-        run=told if ledger else None,
+        model, optimizer, plan, seed=None if job.fresh else job.seed, micro_batch=config.micro_batch,
+        compile=data.train_labels.is_cuda or plan.steps >= _LONG, ledger=ledger, run=named if ledger else None,
     )  # fmt: skip
-    schedule = _schedule(optimizer, job.config, plan.steps)
+    schedule, viewed = _schedule(optimizer, config, plan.steps), _viewed(job, data.train_labels.device)
     gamma1 = getattr(plan.momentum, "gamma1", 1.0)
-    released = diagnostics.Released(optimizer, parameters, gamma1) if job.config.diagnostics else None
-    viewed = _viewed(job, data.train_labels.device)
+    released = diagnostics.Released(optimizer, parameters, gamma1) if config.diagnostics else None
     for drawn in private.batches(TensorDataset(data.train_images, data.train_labels)):
         batch = drawn.map(viewed)
         before = {n: p.detach().clone().requires_grad_() for n, p in parameters.items()} if watch.on else {}
@@ -435,12 +469,8 @@ def _train_private(model: nn.Module, plan: Plan, job: Job, data: Data, watch: _W
         if watch.on and released is not None:
             watch.similarity.add(released.gradient, _mean_gradient(model, before, losses, batch, out.mask))
         # Without diagnostics nothing more is taken: to pick the samples drawn would wait for the device at every step.
-        seen = (out.norms[out.mask], out.weights[out.mask]) if job.config.diagnostics else (None, None)
+        seen = (out.norms[out.mask], out.weights[out.mask]) if config.diagnostics else (None, None)
         yield _Step(loss=out.loss, norms=seen[0], weights=seen[1])
-
-
-_LONG = 1000
-"""Steps from which on a run is compiled on the CPU too: some 20 s, which make a step up to three times as fast."""
 
 
 def _mean_gradient(
@@ -454,21 +484,19 @@ def _mean_gradient(
 
 def _train_plain(model: nn.Module, job: Job, data: Data) -> Iterator[_Step]:
     """Plain PyTorch on the batches that a private run of the same seed draws, divided by the same constant."""
-    gamma1 = job.config.constants(job.choice)["gamma1"]
-    heavy = 1 - gamma1 if job.config.momentum in OUTER else 0.0  # torch's momentum is the same heavy ball
-    optimizer, sampling = _optimizer(model, job, heavy), _sampling(job.config, data.size)
-    steps = sampling.steps(job.config.trained(job.role))
-    losses, schedule = _losses_of(job.config), _schedule(optimizer, job.config, steps)
-    compiled = data.train_labels.is_cuda
+    config, place, compiled = job.config, data.train_labels.device, data.train_labels.is_cuda
+    heavy = 1 - config.constants(job.choice)["gamma1"] if config.momentum in OUTER else 0.0  # torch's heavy ball
+    optimizer, sampling = _optimizer(model, job, heavy), _sampling(config, data.size)
+    steps = sampling.steps(config.trained(job.role))
+    losses, schedule, viewed = _losses_of(config), _schedule(optimizer, config, steps), _viewed(job, place)
     losses = torch.compile(losses, dynamic=False) if compiled else losses
     draws = sampling.draws(Key(job.seed).generator("sampling"))
-    viewed = _viewed(job, data.train_labels.device)
 
     def step() -> Tensor:
-        chosen = torch.from_numpy(next(draws)).to(data.train_labels.device)
+        chosen = torch.from_numpy(next(draws)).to(place)
         optimizer.zero_grad()
         seen = []
-        for rows, drawn in _parts(chosen, _plain_rows(job.config, data)):
+        for rows, drawn in _parts(chosen, _plain_rows(config, data)):
             each = losses(model, viewed((data.train_images[rows], data.train_labels[rows]))) * drawn
             (each.sum() / sampling.batch).backward()
             seen.append(each.detach().sum())
@@ -480,6 +508,14 @@ def _train_plain(model: nn.Module, job: Job, data: Data) -> Iterator[_Step]:
         with phase("compiling") if compiled and number == 0 else nullcontext():
             loss = step()
         yield _Step(loss=loss)
+
+
+def _plain_rows(config: Config, data: Data) -> int | None:
+    """Rows of a part of a plain batch, or of all of it. On CUDA, padded: a try's like a final run's, so that one
+    compiled step serves both."""
+    if config.micro_batch is not None or not data.train_labels.is_cuda:
+        return config.micro_batch
+    return max(Sizes.of(_sampling(config, samples)).rows[-1] for samples in (data.size, size(config)))
 
 
 def _parts(chosen: Tensor, rows: int | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -498,7 +534,3 @@ def _mean(values: list[Tensor]) -> float | None:
     finite = torch.cat([v.detach().float().reshape(-1) for v in values]) if values else torch.empty(0)
     finite = finite[torch.isfinite(finite)]  # the loss of an empty batch is none at all
     return finite.mean().item() if len(finite) else None
-
-
-def _gpu() -> dict[str, str]:
-    return {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}

@@ -2,80 +2,77 @@
 
 import dataclasses
 import itertools
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import nn
 
+from dpscale import checkpoint
 from dpscale.lab import runner
-from dpscale.lab.models import MODELS
-from dpscale.lab.presets import METHODS, Choice, Config
+from dpscale.lab.config import METHODS, Choice, Config
+from dpscale.ledger import Ledger
 from dpscale.plan import Plan
-from dpscale.sampling import Poisson
-from dpscale.training import Private, privatize
-from dpscale.tuning import Selection, tune
+from dpscale.selection import Selection
+from dpscale.tuning import FILE, Try, tune
 
 METHOD = METHODS["dp-psasc"]
 SHARES = 0.5, 0.7, 0.9
 """Values of s to try."""
+GAMMAS = 0.1, 0.3
+"""Outer momenta to try where a configuration names none."""
+
+
+def space(config: Config) -> dict[str, list[float]]:
+    """What is searched: the normalized rate, C, s and the outer momentum."""
+    gammas = list(config.gamma1s or GAMMAS)
+    return {"rate": list(config.grid), "C": [config.C, 4 * config.C], "s": list(SHARES), "gamma1": gammas}
+
+
+def job(config: Config, choice: dict[str, Any], plan: Plan, seed: int | None) -> tuple[runner.Job, Plan]:
+    """A try: what is run, and under which plan. Without a seed its noise is the operating system's."""
+    one = config.replace(C=choice["C"], s=choice["s"], diagnostics=False)
+    picked = Choice(rate=choice["rate"], gamma1=choice["gamma1"], K0=None, gamma0=None)
+    rule = METHOD.scaling(one)
+    assert rule is not None and plan.noise_multiplier is not None
+    own = dataclasses.replace(plan, scaling=rule, momentum=METHOD.momentum_of(one, picked))
+    made = runner.Job(
+        config=one, method=METHOD.name, seed=secrets.randbits(62) if seed is None else seed, choice=picked,
+        noise_multiplier=plan.noise_multiplier, role="search", fresh=seed is None,
+    )  # fmt: skip
+    return made, own
 
 
 def select(
     config: Config, selection: Selection, folder: Path, seed: int | None = None,
-    on_try: Callable[[int], None] = lambda done: None,
+    on_try: Callable[[int], None] = lambda done: None, ledger: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Search rate, C, s and outer momentum of DP-PSASC; all tries together cost the ε of the configuration.
 
     Scores are noisy counts of held-out training samples. The test data measure the best once, at the end.
     """
-    held = runner.load(config, "search")
-    whole = runner.load(config, "final")
-    batch = max(1, round(config.batch * held.size / whole.size))
-    planned = Plan(scaling=_rule(config), sampling=Poisson(size=held.size, batch=batch), epochs=config.epochs)
-    plan = selection.calibrate(planned, epsilon=config.epsilon, delta=config.delta)
-    data = TensorDataset(held.train_images, held.train_labels)
-    space = {
-        "rate": list(config.grid), "C": [config.C, 4 * config.C], "s": list(SHARES),
-        "gamma1": list(config.gamma1s or (config.gamma1,)),
-    }  # fmt: skip
+    held, whole = runner.load(config, "search"), runner.load(config, "final")
+    plan = selection.calibrate(runner.planned(config, held), epsilon=config.epsilon, delta=config.delta)
+    numbers = itertools.count(_begun(folder))
 
-    numbers = itertools.count(1)
-
-    def train(choice: dict[str, Any], plan: Plan) -> Private:
-        one = config.replace(C=choice["C"], s=choice["s"])
-        picked = Choice(rate=choice["rate"], gamma1=choice["gamma1"], K0=None, gamma0=None)
-        own = dataclasses.replace(plan, scaling=_rule(one), momentum=METHOD.momentum_of(one, picked))
-        model = MODELS[config.model](tuple(held.train_images.shape[1:]), held.classes).to(held.train_labels.device)
-        rate = METHOD.learning_rate(one, picked)
+    def train(choice: dict[str, Any], plan: Plan) -> Try:
         own_seed = None if seed is None else seed + next(numbers)  # no two tries share their noise
-        private = privatize(model, torch.optim.SGD(model.parameters(), lr=rate), own, seed=own_seed)
-        for each in private.batches(data):
-            private.step(each, losses)
-        return private
-
-    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        logits = model(runner.prepared(batch[0], config))
-        return nn.functional.cross_entropy(logits.float(), batch[1], reduction="none")
+        made, own = job(config, choice, plan, own_seed)
+        return Try(model=runner.trained(made, own, held), plan=own, about={"seeded": seed is not None})
 
     def correct(model: nn.Module) -> float:
         return round(runner.evaluate(model, held, config)[0] * len(held.test_labels))
 
-    found = tune(train, space, correct, plan=plan, selection=selection, folder=folder, seed=seed, on_try=on_try)
-    single = dataclasses.replace(plan, accountant="pld")
-    steps = plan.steps or 0
-    costs = {
-        "epsilon": selection.epsilon(plan, config.delta), "delta": config.delta,
-        "epsilon_of_one_try": single.epsilon(config.delta),
-        "epsilon_if_all_were_released": dataclasses.replace(
-            plan, steps=round(selection.tries * steps), epochs=None
-        ).epsilon(config.delta),
-    }  # fmt: skip
+    found = tune(
+        train, space(config), correct, plan=plan, selection=selection, folder=folder, seed=seed, on_try=on_try,
+        ledger=None if ledger is None else Ledger(ledger),
+    )  # fmt: skip
+    costs = _costs(config, selection, plan)
     if found is None:
         return {**costs, "choice": None, "test_accuracy": None, "statement": None}
-    model = MODELS[config.model](tuple(held.train_images.shape[1:]), held.classes).to(held.train_labels.device)
+    found.card().save(folder / "card.json")
+    model = runner.untrained(config, held)
     model.load_state_dict(found.state)
     return {
         **costs, "choice": found.choice, "score": found.score, "held_out": len(held.test_labels),
@@ -84,7 +81,17 @@ def select(
     }  # fmt: skip
 
 
-def _rule(config: Config) -> Any:
-    rule = METHOD.scaling(config)
-    assert rule is not None
-    return rule
+def _begun(folder: Path) -> int:
+    """Number of the next try: those that were begun have used their seeds."""
+    file = folder / FILE
+    return 1 + (checkpoint.read(file)["begun"] if file.exists() else 0)
+
+
+def _costs(config: Config, selection: Selection, plan: Plan) -> dict[str, float]:
+    single = dataclasses.replace(plan, accountant="pld")
+    every = dataclasses.replace(plan, steps=round(selection.tries * (plan.steps or 0)), epochs=None)
+    return {
+        "epsilon": selection.epsilon(plan, config.delta), "delta": config.delta,
+        "epsilon_of_one_try": single.epsilon(config.delta),
+        "epsilon_if_all_were_released": every.epsilon(config.delta),
+    }  # fmt: skip

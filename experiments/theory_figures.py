@@ -1,8 +1,7 @@
-"""What a person sees of `dpscale.lab.theory`: pictures, a table of slopes, a bar. Made from its numbers alone."""
+"""Pictures and the table of slopes of `theory.py`, made from the numbers of `theorems.py` alone."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.progress import TaskProgressColumn
 from rich.table import Table
 
-from dpscale.lab import terminal
-from dpscale.lab.figures import INK, png
-from dpscale.lab.theory import Fit, OnSteps
+from theorems import Fit
 
+INK = "#1c2026"
 # Okabe and Ito's palette, which the colour-blind can tell apart; shapes and dashes say the same once more.
 GREY, ORANGE, BLUE, RED, GREEN, PURPLE = "#7f7f7f", "#e69f00", "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 _STYLE: Any = {
@@ -45,7 +42,7 @@ def write(folder: Path, found: dict[str, Any]) -> list[Path]:
     with matplotlib.rc_context(_STYLE):
         for name, draw in FIGURES.items():
             paths.append(folder / f"theory-{name}.png")
-            paths[-1].write_bytes(png(draw(found)))
+            draw(found).savefig(paths[-1], dpi=150, facecolor="white")
     return paths
 
 
@@ -231,22 +228,6 @@ def table(found: dict[str, Any]) -> Table:
         slopes = (Fit(**row["slope"]).text, Fit(**row["slope_last_decade"]).text)
         shown.add_row(run, *slopes, f"{np.mean(row['least'][-1]):.4f}")
     return shown
-
-
-@contextmanager
-def bar(*, quiet: bool) -> Iterator[OnSteps]:
-    """A bar over simulated steps on stderr; nothing without a terminal."""
-    with terminal.bar(TaskProgressColumn(), quiet=quiet) as shown:
-        if shown is None:
-            yield lambda *_: None
-            return
-        task = shown.add_task("theory", total=None)
-
-        def show(done: int, total: int, state: str) -> None:
-            if done % 100 == 0 or done == total:
-                shown.update(task, completed=done, total=total, description=f"theory: {state}")
-
-        yield show
 
 
 def rounded(value: Any) -> Any:

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import special
+from scipy import special, stats
 from torch import Tensor
 
-from dpscale.lab.summary import interval
 from dpscale.plan import Plan
 from dpscale.sampling import FullBatch
 from dpscale.scaling import PSAC, PSASC, AutoS, Clip, Scaling
@@ -249,8 +248,7 @@ def resting_gradient(offset_RND: Tensor, rule: Scaling) -> Tensor:
 def fit_slope(lengths: Sequence[int], values: Sequence[Sequence[float]]) -> Fit:
     """Least-squares slope of log y against log T for each seed (a column of ``values``), then mean and interval."""
     slopes = np.polyfit(np.log(lengths), np.log(np.asarray(values)), 1)[0]
-    mean, half = interval(slopes.tolist())
-    half = math.nan if half is None else half
+    mean, half = float(slopes.mean()), float(stats.t.ppf(0.975, len(slopes) - 1) * stats.sem(slopes))
     return Fit(slope=mean, low=mean - half, high=mean + half)
 
 
