@@ -16,8 +16,7 @@ import torch
 
 import harness
 from dpscale.lab import runner
-from dpscale.lab.config import METHODS, method
-from dpscale.lab.presets import PRESETS, preset
+from dpscale.lab.presets import METHODS, PRESETS, method, preset
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.runner import Job
 

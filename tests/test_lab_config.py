@@ -5,8 +5,8 @@ import json
 import pytest
 
 from dpscale import PSAC, PSASC
-from dpscale.lab import compare, config, options, paper, presets
-from dpscale.lab.config import METHODS, Choice
+from dpscale.lab import compare, options, paper, presets
+from dpscale.lab.presets import METHODS, Choice
 from dpscale.momentum import InnerOuter
 
 DIGITS = presets.preset("digits")
@@ -62,14 +62,14 @@ def test_controls_split_what_s_does():
 
 def test_controls_are_left_out_where_s_cancels():
     nadam = DIGITS.replace(optimizer="nadam")
-    assert [each.name for each in config.methods(None, DIGITS)] == list(METHODS)
-    assert not any(each.follows for each in config.methods(None, nadam)) and len(config.methods(None, nadam)) == 6
+    assert [each.name for each in presets.methods(None, DIGITS)] == list(METHODS)
+    assert not any(each.follows for each in presets.methods(None, nadam)) and len(presets.methods(None, nadam)) == 6
     with pytest.raises(ValueError, match=r"without the controls under NAdam. Got \['psac-lr-over-s'\] instead. NAdam"):
-        config.methods("dp-sgd,psac-lr-over-s", nadam)
+        presets.methods("dp-sgd,psac-lr-over-s", nadam)
 
 
 @pytest.mark.parametrize("gamma1", [0.1, 0.3, 1.0])
-@pytest.mark.parametrize("name", config.searched(METHODS))
+@pytest.mark.parametrize("name", presets.searched(METHODS))
 def test_rates_are_normalized_by_bound_and_outer_momentum(name, gamma1):
     method, choice = METHODS[name], Choice(rate=0.25, gamma1=gamma1, K0=1, gamma0=0.5)
     assert method.learning_rate(DIGITS, choice) * method.bound(DIGITS) / gamma1 == pytest.approx(0.25)
@@ -85,7 +85,7 @@ def test_without_outer_momentum_gamma1_is_no_part_of_the_rate():
 def test_every_method_has_the_same_tries(name):
     one = presets.preset(name)
     pairs = {(rate, gamma1) for rate in one.grid for gamma1 in one.gamma1s or (one.gamma1,)}
-    for method in map(METHODS.get, config.searched(METHODS)):
+    for method in map(METHODS.get, presets.searched(METHODS)):
         tries = one.tries(method)
         assert len(tries) == len(pairs) and {(t.rate, t.gamma1) for t in tries} == pairs
         own = isinstance(method.momentum_of(one), InnerOuter)

@@ -14,13 +14,14 @@ from torch.utils.data import TensorDataset
 from dpscale import PSASC, Plan, Poisson, privatize
 from dpscale.engine.phases import listening
 from dpscale.lab import device, diagnostics, models, presets, provenance, runner
-from dpscale.lab.config import SEARCH_SEED, Choice
-from dpscale.lab.data import digits, hold_out
+from dpscale.lab.data import digits, hold_out, load
+from dpscale.lab.presets import SEARCH_SEED, Choice
 from dpscale.momentum import HeavyBall
 from dpscale.noise import Key
 from dpscale.shapes import Sizes
 from dpscale.training import Private
 
+from .helpers import vector
 from .lab_runs import TINY, job
 
 # -- data and models -------------------------------------------------------------------------------------------
@@ -48,6 +49,10 @@ def test_hold_out_takes_from_the_training_data_only():
 def test_hold_out_refuses_a_fraction_outside_0_1(fraction):
     with pytest.raises(ValueError, match=r"'fraction' parameter of hold_out must be a number in \(0, 1\)"):
         hold_out(digits(), fraction)
+    with pytest.raises(
+        ValueError, match=r"samples of every class\. Got '0.2 of 30' instead\. Take more"
+    ):
+        hold_out(load("digits", train_size=30), 0.2)
 
 
 SHAPES = {"digits_cnn": (1, 8, 8), "resnet9": (3, 32, 32), "resnet9_mish": (3, 16, 16), "resnet9_scaled": (3, 16, 16),
@@ -172,11 +177,11 @@ def test_the_average_of_the_weights_is_what_is_measured(monkeypatch):
     job = runner.Job(config=config, method="dp-sgd", seed=0, choice=Choice(rate=1.0, gamma1=0.1), noise_multiplier=1.0)
     average, kept, trained = [], [], runner._train_private
 
-    def by_hand(model, *rest):
-        average[:] = [p.detach().clone() for p in model.parameters()]
-        for number, step in enumerate(trained(model, *rest), start=1):
+    def by_hand(run):
+        average[:] = [p.detach().clone() for p in run.model.parameters()]
+        for number, step in enumerate(trained(run), start=1):
             kept.append(min(0.6, number / (number + 10)))
-            for a, p in zip(average, model.parameters(), strict=True):
+            for a, p in zip(average, run.model.parameters(), strict=True):
                 a.copy_(kept[-1] * a + (1 - kept[-1]) * p.detach())
             yield step
 
@@ -208,16 +213,16 @@ def test_the_learning_rate_falls_over_a_whole_run(schedule, left, method, monkey
     rates, make = [], runner._optimizer
 
     def watched(*args):
-        optimizer = make(*args)
+        optimizer, falling = make(*args)
         optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
-        return optimizer
+        return optimizer, falling
 
     monkeypatch.setattr(runner, "_optimizer", watched)
     for role, epochs in (("final", 3), ("search", 2)):
         rates.clear()
         asked = dataclasses.replace(job(method, role=role), config=config)
         runner.run(asked)
-        steps = runner._sampling(config, runner.load(config, role).size).steps(epochs)
+        steps = runner.sampling(config, runner.load(config, role).size).steps(epochs)
         assert rates == pytest.approx([asked.learning_rate * left(k / steps) for k in range(steps)])
 
 
@@ -302,24 +307,25 @@ def test_cosine_is_over_all_parameters_together():
     assert diagnostics.cosine(one, other).item() == pytest.approx(3 / (5 * 26**0.5))
     zero = {name: torch.zeros_like(value) for name, value in one.items()}
     assert torch.isnan(diagnostics.cosine(one, zero))
-    kept = diagnostics.Similarity()
+    kept = diagnostics.Watch()
     assert kept.to_dict() is None
-    kept.add(one, zero)  # a batch without samples
+    kept.cosines.append(diagnostics.cosine(one, zero))  # a batch without samples
     assert kept.to_dict() is None
-    kept.add(one, one)
-    assert kept.to_dict()["mean"] == pytest.approx(1) and kept.to_dict()["steps"] == 1
+    kept.cosines.append(diagnostics.cosine(one, one))
+    told = kept.to_dict()["similarity"]
+    assert told["mean"] == pytest.approx(1) and told["steps"] == 1
 
 
 def test_norms_are_counted_in_their_decades():
-    kept = diagnostics.Norms()
-    kept.add(
+    kept = diagnostics.Watch()
+    kept.on = True
+    kept.epoch(
         7, [torch.tensor([0.0, 1e-30, 1.0, 1.0, 1e9, float("inf")])], [torch.tensor([2.0, 2.0, 0.5, 0.7, 0.1, 0.0])]
     )
-    told = kept.to_dict()
+    told = kept.to_dict()["norms"]
     assert sum(told["counts"]) == 5 and told["not_finite"] == 1 and told["epochs"] == [7]
     place = int(np.argmin(np.abs(np.array(told["log10_norm"]))))
     assert told["counts"][place] == 2 and told["mean_weight"][place] == pytest.approx(0.6)
-    assert diagnostics.Norms().to_dict() is None
 
 
 # -- without privacy -------------------------------------------------------------------------------------------
@@ -382,7 +388,7 @@ def test_a_plain_run_on_a_gpu_is_compiled_and_tells_its_cold_start(monkeypatch):
     asked, told, seen = [], [], []
     monkeypatch.setattr(torch, "compile", lambda losses, **options: asked.append(options) or losses)
     with listening(told.append):
-        for step in runner._train_plain(runner._model(config, 0, data), job("non-private", config=config), data):
+        for step in runner._Training(job("non-private", config=config), data, None).steps():
             seen.append((step.loss.item(), list(told)))
     assert asked == [{"dynamic": False}] and told == ["compiling", None]
     assert len(seen) > 2 and all(math.isfinite(loss) and phases == told for loss, phases in seen)
@@ -394,10 +400,10 @@ def test_an_empty_plain_batch_moves_nothing(monkeypatch):
     data = runner.load(config, "final")
     monkeypatch.setattr(Poisson, "draws", lambda self, _: iter([np.arange(8), np.arange(0)]))
     monkeypatch.setattr(Poisson, "steps", lambda self, _: 2)
-    model = runner._model(config, 0, data)
-    weights, losses = [nn.utils.parameters_to_vector(model.parameters()).detach().clone()], []
-    for step in runner._train_plain(model, job("non-private", config=config.replace(micro_batch=4)), data):
-        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    training = runner._Training(job("non-private", config=config.replace(micro_batch=4)), data, None)
+    weights, losses = [vector(training.model)], []
+    for step in training.steps():
+        weights.append(vector(training.model))
         losses.append(step.loss.item())
     first, second = weights[1] - weights[0], weights[2] - weights[1]
     assert first.norm() > 0 and torch.allclose(second, 0.9 * first, rtol=1e-3, atol=1e-7)
@@ -409,8 +415,8 @@ def test_plain_sgd_goes_as_far_as_its_rate_says(momentum, kept, monkeypatch):
     """Rate × 1 where a private method has no outer momentum, rate × γ1 with a heavy ball, which goes 1/γ1 as far."""
     made, make = [], runner._optimizer
     monkeypatch.setattr(runner, "_optimizer", lambda *args: made.append(make(*args)) or made[-1])
-    runner.run(job("non-private", config=TINY.replace(epochs=1, momentum=momentum), rate=1.2))
-    (group,) = made[0].param_groups
+    next(runner.steps(job("non-private", config=TINY.replace(epochs=1, momentum=momentum), rate=1.2)))
+    (group,) = made[0][0].param_groups
     assert group["momentum"] == pytest.approx(kept) and group["lr"] / (1 - kept) == pytest.approx(1.2)
 
 

@@ -6,18 +6,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
-from dpscale.cli import app
 from dpscale.lab import own
 
+from .helpers import run
+
 BUDGET = ["--epsilon", "3", "--delta", "1e-4", "--epochs", "2", "--batch", "40"]
-
-
-def run(*words, code=0):
-    found = CliRunner().invoke(app, list(map(str, words)), prog_name="dpscale")
-    assert found.exit_code == code, found.output
-    return found
 
 
 @pytest.fixture
@@ -62,7 +56,7 @@ def test_a_folder_of_images_is_trained_on(tmp_path):
     run("train", "--data", tmp_path / "images", *BUDGET, "--out", out)
     found = json.loads((out / "run.json").read_text(encoding="utf-8"))
     assert found["classes"] == ["dark", "light"]
-    dataset = own.samples(str(tmp_path / "images"), None).dataset
+    dataset, _ = own.samples(str(tmp_path / "images"), None)
     x, y = dataset[59]
     assert x.shape == (3, 6, 6) and y == 1 and x.max() == pytest.approx(224 / 255)
 

@@ -14,11 +14,11 @@ import dpscale
 from dpscale.engine.reference import per_sample_gradients
 from dpscale.lab import compare, models, options, presets, records, report, runner
 from dpscale.lab.augment import AUGMENT, augmented
-from dpscale.lab.config import METHODS, Choice, methods
 from dpscale.lab.data import Data
-from dpscale.lab.encoders import ENCODERS, registry
-from dpscale.lab.encoders.resnet import ResNet50
-from dpscale.lab.finetuning import FineTuned
+from dpscale.lab.encoders import ResNet50
+from dpscale.lab.features import ENCODERS, write
+from dpscale.lab.models import FineTuned
+from dpscale.lab.presets import METHODS, Choice, methods
 from dpscale.lab.scattering import SHAPE, Scattering, scattered
 
 from .engine.cases import check_equal
@@ -155,7 +155,7 @@ def test_standardized_weights_are_the_engines_too():
 
 
 def test_a_run_standardizes_every_convolution():
-    made = runner._model(VIEWED.replace(standardize=True), 0, runner.load(VIEWED, "final"))
+    made = runner.untrained(VIEWED.replace(standardize=True), runner.load(VIEWED, "final"))
     assert sum(isinstance(m, models.Standardized) for m in made.modules()) == 2
 
 
@@ -216,7 +216,7 @@ def public(folder):
         name: torch.rand_like(value) + 0.5 if ".norm." in name else value
         for name, value in TINY.build().state_dict().items()
     }
-    registry._write(folder / "encoders" / TINY.files[0], state, {})
+    write(folder / "encoders" / TINY.files[0], state, {})
     return state
 
 

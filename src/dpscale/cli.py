@@ -20,11 +20,9 @@ import typer
 from typer.core import TyperGroup
 
 from dpscale.lab import commands
-from dpscale.lab.commands import Json
-from dpscale.lab.datasets.commands import data
-from dpscale.lab.feature_command import features
+from dpscale.lab.datasets.commands import data, features
 from dpscale.lab.ledgers import ledger
-from dpscale.lab.options import SETTINGS
+from dpscale.lab.options import SETTINGS, Json, print_json
 
 if TYPE_CHECKING:
     from dpscale.plan import Plan
@@ -63,7 +61,7 @@ class Commands(TyperGroup):
             message = " ".join(str(told() if told else error).split())
             typer.echo(f"dpscale: {message}", err=True)
             if "--json" in (sys.argv if words is None else words):
-                commands.print_json({"error": message})
+                print_json({"error": message})
             code = 2
         if code == INTERRUPTED:
             after = _AFTER_INTERRUPT.get(asked.get("command") or "", _BEGINS_AGAIN)
@@ -203,11 +201,11 @@ def plan(
         throughput=throughput, accountant=accountant.value, parameters=parameters,
     )  # fmt: skip
     if picture is not None:
-        from dpscale.lab import drawing, figures
+        from dpscale.lab import figures
 
-        picture.write_bytes(drawing.png(figures.noise_budget(advice)))
+        picture.write_bytes(figures.png(figures.noise_budget(advice)))
     if as_json:
-        commands.print_json(advice.to_dict())
+        print_json(advice.to_dict())
     else:
         typer.echo(str(advice))
 
@@ -238,7 +236,7 @@ def card(
     for path in out or ():
         made.save(path)
     if as_json:
-        commands.print_json(made.to_dict())
+        print_json(made.to_dict())
         return
     found = made.values["guarantee"]
     typer.echo(f"epsilon {found['epsilon']:.4g} at delta {found['delta']:g} ({found['adjacency']})")
@@ -260,7 +258,7 @@ def verify(
 
     problems = verify(json.loads(card.read_text(encoding="utf-8")))
     if as_json:
-        commands.print_json({"confirmed": not problems, "problems": problems})
+        print_json({"confirmed": not problems, "problems": problems})
     else:
         typer.echo("\n".join(problems) or f"{card}: epsilon is confirmed.")
     if problems:
@@ -309,7 +307,7 @@ def audit(
     if picture is not None:
         report.picture(picture)
     if as_json:
-        commands.print_json(report.to_dict())
+        print_json(report.to_dict())
     else:
         typer.echo(str(report))
     if not report.consistent:
@@ -370,7 +368,7 @@ def _print_plan(plan: "Plan", sampler: Sampler, delta: float, as_json: bool) -> 
         "batch": plan.expected_batch,
     }  # fmt: skip
     if as_json:
-        commands.print_json({**found, "statement": plan.statement(delta)})
+        print_json({**found, "statement": plan.statement(delta)})
         return
     for name, value in found.items():
         typer.echo(f"{name:<17} {f'{value:.6g}' if isinstance(value, float) else value}")

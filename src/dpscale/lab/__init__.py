@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING
 from dpscale.lazy import on_demand
 
 if TYPE_CHECKING:
-    from dpscale.lab.config import METHODS as METHODS
-    from dpscale.lab.config import Config as Config
-    from dpscale.lab.config import Method as Method
+    from dpscale.lab.presets import METHODS as METHODS
     from dpscale.lab.presets import PRESETS as PRESETS
+    from dpscale.lab.presets import Config as Config
+    from dpscale.lab.presets import Method as Method
     from dpscale.lab.records import Record as Record
     from dpscale.lab.stats import interval as interval
     from dpscale.lab.stats import summarize as summarize
 else:
     __getattr__, __dir__, __all__ = on_demand(
-        __name__,
-        {"config": "METHODS Config Method", "presets": "PRESETS", "records": "Record", "stats": "interval summarize"},
+        __name__, {"presets": "METHODS PRESETS Config Method", "records": "Record", "stats": "interval summarize"}
     )

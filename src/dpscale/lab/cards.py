@@ -31,10 +31,7 @@ def card(
     """
     if not source.exists():
         raise ValueError(f"There is no {source}. Give a record, a folder of records, or a checkpoint.")
-    for name in KEPT if source.is_dir() else ():
-        if (source / name).is_file():
-            source = source / name
-            break
+    source = next((source / name for name in KEPT if (source / name).is_file()), source)
     if source.is_dir() or source.suffix == ".jsonl":
         return _of_record(_chosen(source, method, seed), delta, search)
     if source.suffix != ".json":
@@ -58,9 +55,8 @@ def _of_record(record: records.Record, delta: float | None, search: str | None) 
     if record.plan is None or record.role != "final":
         kind = "not private" if record.plan is None else "a try of a search, whose best alone has a card"
         raise ValueError(f"The run {record.method}, seed {record.seed}, is {kind}.")
-    plan = Plan.from_dict(record.plan)
-    note = "None: the rate was given." if record.search is None else f"{len(record.search['tries'])} tries. "
-    note += "" if record.search is None else record.search["note"]
+    plan, found = Plan.from_dict(record.plan), record.search
+    note = "None: the rate was given." if found is None else f"{len(found['tries'])} tries. {found['note']}"
     software = {**record.versions, "commit": record.commit or "unknown"}
     return make(
         plan, plan.steps or 0, plan.delta_of("card", delta), seeded=True, search=search or note, software=software
@@ -74,23 +70,17 @@ def _of_checkpoint(path: Path, delta: float | None, search: str | None, ledger: 
     run: Mapping[str, Any] = saved["run"]
     plan = Plan.from_dict(run["plan"])
     steps = run["lost"] + run["steps_taken" if plan.sampling.independent else "last_released"]
-    booked = _booked(path, run["run"], ledger)
-    if booked is not None:  # it may have charged steps that the checkpoint does not know of
-        steps = max(steps, next(each.charged for each in booked.ledger.runs() if each.name == booked.run))
+    booked = None
+    if (name := run["run"]) is not None:
+        if ledger is None:
+            raise ValueError(f"{path} is booked in a ledger as run {name!r}. Pass it: --ledger FILE.")
+        row = next((each for each in Ledger(ledger).runs() if each.name == name), None)
+        if row is None:
+            raise ValueError(f"{ledger} has no run {name!r}, which {path} is booked as. Pass the ledger that has it.")
+        crashed = sum(stretch.last - stretch.first for stretch in row.crashed)
+        booked = Booked(ledger=Ledger(ledger), run=name, lost=row.charged - row.position, crashed=crashed)
+        steps = max(steps, row.charged)  # it may have charged steps that the checkpoint does not know of
     return make(
         plan, steps, plan.delta_of("card", delta), resumed=run["resumed"], booked=booked, search=search,
         **saved["about"],
     )  # fmt: skip
-
-
-def _booked(path: Path, name: str | None, ledger: Path | None) -> Booked | None:
-    if name is None:
-        return None
-    if ledger is None:
-        raise ValueError(f"{path} is booked in a ledger as run {name!r}. Pass it: --ledger FILE.")
-    book = Ledger(ledger)
-    row = next((run for run in book.runs() if run.name == name), None)
-    if row is None:
-        raise ValueError(f"{ledger} has no run {name!r}, which {path} is booked as. Pass the ledger that has it.")
-    crashed = sum(stretch.last - stretch.first for stretch in row.crashed)
-    return Booked(ledger=book, run=name, lost=row.charged - row.position, crashed=crashed)

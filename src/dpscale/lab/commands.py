@@ -4,9 +4,7 @@ line.
 Each imports what it needs when it is run: modules of commands are imported for every command, and for ``--help``.
 """
 
-import json
 import math
-import os
 import shlex
 import sys
 import time
@@ -16,13 +14,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpscale.lab.options import SETTINGS, Device, Folder, Values, configured, experiment, read
+from dpscale.lab.options import (
+    PRESET,
+    SETTINGS,
+    Device,
+    Folder,
+    Json,
+    Preset,
+    Values,
+    configured,
+    print_json,
+    read,
+    require_writable,
+    two_digits,
+)  # fmt: skip
 
 if TYPE_CHECKING:
-    from dpscale.lab.config import Config
+    from dpscale.lab.presets import Config
 
-MOST_SEEDS = 1000  # final runs are below it; the next one is `config.SEARCH_SEED`
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
+MOST_SEEDS = 1000  # final runs are below it; the next one is `presets.SEARCH_SEED`
 Out = Annotated[Path | None, typer.Option(help="Folder of records and report; default: runs/PRESET.")]
 LedgerFile = Annotated[
     Path | None, typer.Option("--ledger", help="Book every run there; see dpscale ledger create. It must have room.")
@@ -45,38 +55,8 @@ PaperOut = Annotated[Path, typer.Option(help="Folder of records, tables and repo
 reproduce = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-def _train_own(
-    data: Path | None = None, target: str | None = None, model: str | None = None, test: str | None = None,
-    epsilon: float | None = None, delta: float | None = None, epochs: float | None = None, batch: int | None = None,
-    rate: float = 1.0, seed: int | None = None, out: Path | None = None, ledger: Path | None = None,
-    as_json: bool = False, **presets: Any,
-) -> None:  # fmt: skip
-    """Train on data of one's own."""
-    for name in (name for name, value in presets.items() if value is not None):
-        raise ValueError(f"--{name} is for presets. Leave it out, or name a preset.")
-    if data is None or epsilon is None or delta is None:
-        raise ValueError("Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta.")
-    out = out or Path("runs/own")
-    _require_writable(out)
-    from dpscale.lab import display, own
-
-    with display.run_bar("training", quiet=as_json) as bar:
-        found = own.train(
-            str(data), target, model, test, out, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, rate=rate,
-            seed=seed, ledger=ledger, on_progress=bar,
-        )  # fmt: skip
-    if as_json:
-        print_json(found)
-        return
-    right = found["test_accuracy"]
-    typer.echo(f"epsilon {found['epsilon']:.3f} at delta {delta:g}" + (f", test accuracy {right:.1%}" if test else ""))
-    typer.echo(found["statement"])
-    typer.echo(f"Model, run and statement in {out}")
-
-
-@experiment(_train_own)
 def train(
-    config: "Config",
+    preset: Annotated[str | None, PRESET] = None, values: Values = None,
     method: Annotated[
         str | None, typer.Option(help="Name of a method; default: dp-psasc. dpscale methods lists them.")
     ] = None,
@@ -87,11 +67,10 @@ def train(
             "the noise: leave it out for data of your own.",
         ),
     ] = None,
-    out: Out = None,
-    ledger: LedgerFile = None,
+    out: Out = None, ledger: LedgerFile = None,
     target: Annotated[str | None, typer.Option(help="Own data: the column of a table to learn.")] = None,
     test: Annotated[str | None, typer.Option(help="Own data: test data, as --data, for the accuracy.")] = None,
-    as_json: Json = False,
+    as_json: Json = False, data: Folder = None, device: Device = None,
 ) -> None:  # fmt: skip
     """Train one model: of a preset, or your own on data of your own.
 
@@ -105,14 +84,20 @@ def train(
       dpscale train digits --method dp-psasc --seed 0 --out runs/digits
       dpscale train digits --method dp-psasc momentum=inner-outer K0=2 gamma0=0.5 gamma1=0.1
     """
+    words = [*([preset] if preset else []), *(values or [])]
+    if not words or words[0].startswith("-") or "=" in words[0]:
+        given = read(words) | ({"method": method} if method else {})
+        _train_own(data, out or Path("runs/own"), device, as_json, target=target, test=test, seed=seed, ledger=ledger,
+                   **given)  # fmt: skip
+        return
+    config = configured(words[0], read(words[1:]), data, device)
     if target is not None or test is not None:
         raise ValueError("--target and --test are for data of your own. Leave them out, or the name of the preset.")
-    from dpscale.lab import compare, display
-    from dpscale.lab.config import method as named
+    from dpscale.lab import compare, presets, terminal
 
-    chosen, folder = named(method or "dp-psasc"), out or Path("runs") / config.preset
-    _require_writable(folder)
-    with display.run_bar(chosen.title, quiet=as_json) as bar:
+    chosen, folder = presets.method(method or "dp-psasc"), out or Path("runs") / config.preset
+    require_writable(folder)
+    with terminal.run_bar(chosen.title, quiet=as_json) as bar:
         record = compare.train(config, chosen, seed or 0, folder, ledger=ledger, command=_command(), on_progress=bar)
     if as_json:
         print_json(record.to_dict())
@@ -123,71 +108,88 @@ def train(
     typer.echo(f"Record in {folder}")
 
 
-@experiment()
+def _train_own(
+    data: Path | None, out: Path, device: str | None, as_json: bool, *, epsilon: float | None = None,
+    delta: float | None = None, model: str | None = None, epochs: float | None = None, batch: int | None = None,
+    rate: float = 1.0, target: str | None = None, test: str | None = None, seed: int | None = None,
+    ledger: Path | None = None, **others: Any,
+) -> None:  # fmt: skip
+    for name in others:
+        raise ValueError(f"--{name} is for presets. Leave it out, or name a preset.")
+    if data is None or epsilon is None or delta is None:
+        raise ValueError("Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta.")
+    require_writable(out)
+    from dpscale.lab import device as place
+    from dpscale.lab import own, terminal
+
+    place.use(device)
+    with terminal.run_bar("training", quiet=as_json) as bar:
+        found = own.train(
+            str(data), target, model, test, out, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, rate=rate,
+            seed=seed, ledger=ledger, on_progress=bar,
+        )  # fmt: skip
+    if as_json:
+        print_json(found)
+        return
+    right = found["test_accuracy"]
+    typer.echo(f"epsilon {found['epsilon']:.3f} at delta {delta:g}" + (f", test accuracy {right:.1%}" if test else ""))
+    typer.echo(found["statement"])
+    typer.echo(f"Model, run and statement in {out}")
+
+
 def tune(
-    config: "Config",
+    preset: Preset, values: Values = None,
     tries: Annotated[float, typer.Option(min=1, help="How many on average; the number is random.")] = 8,
     shape: Annotated[float, typer.Option(min=0, help="Of its distribution: 1 is geometric, inf Poisson.")] = 1,
     score_noise: Annotated[float, typer.Option(min=0, help="Standard deviation on the count of held-out samples.")] = 5,
     seed: Annotated[int | None, typer.Option(help="For public data: whoever knows it can remove the noise.")] = None,
     out: Out = None,
     ledger: Annotated[Path | None, typer.Option(help="Book the whole search there, once. It must have room.")] = None,
-    as_json: Json = False,
-) -> None:
+    as_json: Json = False, data: Folder = None, device: Device = None,
+) -> None:  # fmt: skip
     """Search rate, C, s and momentum of DP-PSASC within the budget: only the best try is released. Resumes.
 
     \b
     Example:
       dpscale tune digits --tries 8 --epsilon 3 --out runs/tuned
     """
+    config = configured(preset, read(values or []), data, device)
     folder = out or Path("runs") / f"{config.preset}-tuned"
-    _require_writable(folder)
+    require_writable(folder)
     import torch
 
     from dpscale.lab import selection, terminal
     from dpscale.tuning import Selection
 
-    chosen = Selection(tries=tries, shape=shape, score_noise=score_noise)
     start = time.perf_counter()
 
     def told(done: int) -> None:
         if not as_json:
             terminal.line(f"{done} tries done, {time.perf_counter() - start:.0f} s")
 
+    chosen = Selection(tries=tries, shape=shape, score_noise=score_noise)
     found = selection.select(config, chosen, folder, seed, told, ledger)
-    state = found.pop("state", None)
-    if state is not None:
+    if (state := found.pop("state", None)) is not None:
         torch.save(state, folder / "model.pt")
     if as_json:
         print_json(found)
-        return
-    if found["choice"] is None:
+    elif found["choice"] is None:
         typer.echo("No try was drawn, which a Poisson number allows. Nothing is released.")
-        return
-    typer.echo(f"Best: {', '.join(f'{name} {value:g}' for name, value in found['choice'].items())}")
-    typer.echo(f"Test accuracy {found['test_accuracy']:.1%}")
-    whole, one, every = (
-        f"{found[name]:.3f}" for name in ("epsilon", "epsilon_of_one_try", "epsilon_if_all_were_released")
-    )
-    typer.echo(f"epsilon {whole} at delta {config.delta:g} for the whole search")
-    typer.echo(f"One try by itself would cost {one}, and {tries:g} that are all released {every}.")
-    typer.echo(found["statement"])
-    typer.echo(f"Model and card in {folder}")
+    else:
+        typer.echo(f"Best: {', '.join(f'{name} {value:g}' for name, value in found['choice'].items())}")
+        typer.echo(f"Test accuracy {found['test_accuracy']:.1%}")
+        typer.echo(f"epsilon {found['epsilon']:.3f} at delta {config.delta:g} for the whole search")
+        one, every = (found[name] for name in ("epsilon_of_one_try", "epsilon_if_all_were_released"))
+        typer.echo(f"One try by itself would cost {one:.3f}, and {tries:g} that are all released {every:.3f}.")
+        typer.echo(found["statement"])
+        typer.echo(f"Model and card in {folder}")
 
 
-@experiment()
 def compare(
-    config: "Config",
-    methods: Methods = None,
-    seeds: Seeds = None,
-    out: Out = None,
-    ledger: LedgerFile = None,
-    budget_minutes: Budget = None,
-    repeats: Repeats = 0,
-    workers: Workers = None,
-    dry_run: DryRun = False,
-    as_json: Json = False,
-) -> None:
+    preset: Preset, values: Values = None, methods: Methods = None, seeds: Seeds = None, out: Out = None,
+    ledger: LedgerFile = None, budget_minutes: Budget = None, repeats: Repeats = 0, workers: Workers = None,
+    dry_run: DryRun = False, as_json: Json = False, data: Folder = None, device: Device = None,
+) -> None:  # fmt: skip
     """Compare methods over seeds, print a table, and write records and report.html. Resumes where it left off.
 
     \b
@@ -195,26 +197,26 @@ def compare(
       dpscale compare digits --methods dp-sgd,dp-psac,dp-psasc --seeds 5 --out runs/digits
       dpscale compare mnist epochs=10 model=gelu_cnn --dry-run
     """
+    config, start = configured(preset, read(values or []), data, device), time.perf_counter()
     from rich.console import Console
 
-    from dpscale.lab import compare, display, report
-    from dpscale.lab.config import methods as named
+    from dpscale.lab import compare, presets, report, terminal
 
-    chosen, folder, start = named(methods, config), out or Path("runs") / config.preset, time.perf_counter()
-    numbers = _seeds(seeds) or range(5)
-    _require_writable(folder)
+    chosen, folder, numbers = presets.methods(methods, config), out or Path("runs") / config.preset, _seeds(seeds)
+    numbers = numbers or list(range(5))
+    require_writable(folder)
     if dry_run:
         _print_plan([(config, chosen, numbers, folder)], repeats, workers, as_json)
         return
-    with display.comparison_bar(f"compare {config.preset}", quiet=as_json) as bar:
+    with terminal.comparison_bar(f"compare {config.preset}", quiet=as_json) as bar:
         done = compare.compare(
             config, chosen, numbers, folder, ledger=ledger, at_once=workers, command=_command(), on_event=bar,
             repeats=repeats, deadline=None if budget_minutes is None else time.monotonic() + 60 * budget_minutes,
         )  # fmt: skip
+    left = f"{done.left} runs are left: the budget is spent. The same command goes on with them."
     if not done.records:
-        typer.echo(f"{done.left} runs are left: the budget is spent. The same command goes on with them.", err=True)
+        typer.echo(left, err=True)
         raise typer.Exit(1)
-    folder.mkdir(parents=True, exist_ok=True)  # there is none yet if all records were packed beside it
     path, one = report.write(folder, like=done.records)
     seconds = round(time.perf_counter() - start, 1)
     if as_json:
@@ -222,10 +224,10 @@ def compare(
         print_json({**told, "report": str(path), "left": done.left, "seconds": seconds})
         return
     title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, {len(numbers)} seeds, 95% intervals"
-    Console(highlight=False).print(display.table(title, one.rows))
+    Console(highlight=False).print(terminal.comparison(title, one.rows))
     typer.echo(report.verdict(one))
     if done.left:
-        typer.echo(f"{done.left} runs are left: the budget is spent. The same command goes on with them.")
+        typer.echo(left)
     typer.echo(f"Report: {path}  ({seconds:.0f} s)")
 
 
@@ -302,7 +304,7 @@ def methods(as_json: Json = False) -> None:
     Example:
       dpscale methods
     """
-    from dpscale.lab.config import METHODS
+    from dpscale.lab.presets import METHODS
 
     if as_json:
         print_json({name: method.title for name, method in METHODS.items()})
@@ -338,13 +340,13 @@ def table1(presets_: PresetList = None, as_json: Json = False) -> None:
     """
     from rich.console import Console
 
-    from dpscale.lab import display, paper
+    from dpscale.lab import paper, terminal
 
     found = paper.settings([configured(name) for name in _names(presets_)])
     if as_json:
         print_json(found)
     else:
-        Console(highlight=False).print(display.settings(found))
+        Console(highlight=False).print(terminal.settings(found))
 
 
 def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None, folder: str, **own: bool) -> None:
@@ -355,20 +357,20 @@ def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None,
         out: PaperOut = Path(folder), budget_minutes: Budget = None, repeats: Repeats = 0, data: Folder = None,
         device: Device = None, workers: Workers = None, dry_run: DryRun = False, as_json: Json = False,
     ) -> None:  # fmt: skip
-        _require_writable(out)
-        changes, settings = {**own, **read(values or [])}, name == "all"
+        require_writable(out)
+        changes = {**own, **read(values or [])}
         configs = [configured(each, changes, data, device) for each in _names(presets_)]
-        chosen: dict[str, Any] = {"seeds": _seeds(seeds), "at_once": workers, "repeats": repeats}
+        numbers = _seeds(seeds)
         if dry_run:
-            from dpscale.lab import paper
-            from dpscale.lab.config import methods as named
+            from dpscale.lab import paper, presets
 
-            asked = [(one, named(methods, one), chosen["seeds"] or paper.usual_seeds(one.preset), out / one.preset)
+            asked = [(one, presets.methods(methods, one), numbers or paper.usual_seeds(one.preset), out / one.preset)
                      for one in configs]  # fmt: skip
             _print_plan(asked, repeats, workers, as_json)
             return
         budget = None if budget_minutes is None else 60 * budget_minutes
-        _experiments(configs, methods, out, settings, as_json, drawn=bool(own), budget=budget, **chosen)
+        how: dict[str, Any] = {"seeds": numbers, "at_once": workers, "repeats": repeats, "budget": budget}
+        _experiments(configs, methods, out, as_json, settings=name == "all", drawn=bool(own), **how)
 
     run.__doc__ = f"{text}\n\n    \b\n    Example:\n      dpscale reproduce {name} --presets mnist --out {folder}\n"
     reproduce.command(name=name, context_settings=SETTINGS)(run)
@@ -389,27 +391,26 @@ _reproducing(
 
 
 def _experiments(
-    configs: "list[Config]", methods: str | None, out: Path, settings: bool, as_json: bool, drawn: bool, **how: Any
+    configs: "list[Config]", methods: str | None, out: Path, as_json: bool, *, settings: bool, drawn: bool, **how: Any
 ) -> None:
     from rich.console import Console
 
-    from dpscale.lab import display, figures, paper, report
+    from dpscale.lab import figures, paper, report, terminal
 
     console = Console(highlight=False)
     shown = [config for config in configs if settings and config.preset in paper.SIZES]
     if shown and not as_json:
-        console.print(display.settings(paper.settings(shown)))
-    others = paper.others(out, [config.preset for config in configs])
-    with display.experiments_bar(quiet=as_json) as bar:
+        console.print(terminal.settings(paper.settings(shown)))
+    with terminal.experiments_bar(quiet=as_json) as bar:
         found = paper.experiments(configs, methods, out, command=_command(), on_event=bar, **how)
-    path = report.write_all(out, paper.ordered([*found, *others])) if any(one.records for one in found) else None
+    path = report.write_all(out, paper.with_others(found, out)) if any(one.records for one in found) else None
     for one in (one for one in found if one.records and drawn):  # diagnostics are recorded, for pictures
         figures.write(out / one.preset / "figures", figures.pictures(one.records))
     left = sum(one.left for one in found)
     if as_json:
         print_json({"experiments": [one.to_dict() for one in found], "left": left, "report": path and str(path)})
         return
-    console.print(display.accuracies(found))
+    console.print(terminal.accuracies(found))
     if left:
         typer.echo(f"{left} runs are left: the budget is spent. The same command goes on with them.")
     if path:
@@ -423,10 +424,11 @@ def _print_plan(asked: Sequence[tuple[Any, ...]], repeats: int, workers: int | N
     rows = []
     for config, methods, seeds, out in asked:
         found = compare.compare(config, methods, seeds, out, repeats=repeats, at_once=1, deadline=-math.inf)
-        about = compare.minutes(config, methods, found, workers)
-        rows.append({"preset": config.preset, "runs": found.left, "minutes": round(about, 1)})
+        about = two_digits(compare.minutes(config, methods, found, workers))
+        rows.append({"preset": config.preset, "runs": found.left, "minutes": about})
     if as_json:
-        print_json({"plan": rows, **{name: sum(row[name] for row in rows) for name in ("runs", "minutes")}})
+        runs, minutes = (sum(row[name] for row in rows) for name in ("runs", "minutes"))
+        print_json({"plan": rows, "runs": runs, "minutes": two_digits(minutes)})
         return
     for row in rows:
         typer.echo(f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes")
@@ -449,30 +451,8 @@ def _seeds(text: str | None) -> list[int]:
 def _names(names: str | None) -> list[str]:
     from dpscale.lab import paper, presets
 
-    wanted = list(dict.fromkeys(paper.PRESETS if names is None else (name.strip() for name in names.split(","))))
-    for name in wanted:
-        presets.preset(name)  # refuses unknown ones
-    return wanted
-
-
-def print_json(value: Any) -> None:
-    """One JSON document on stdout; a number that JSON does not have (inf, NaN) becomes null."""
-    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _require_writable(folder: Path) -> None:
-    # Looked at before minutes are spent, not after; nothing is made yet.
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise ValueError(f"Cannot write to the folder {folder}. Choose another --out.")
+    wanted = dict.fromkeys(paper.PRESETS if names is None else (name.strip() for name in names.split(",")))
+    return [presets.preset(name).preset for name in wanted]  # refuses unknown ones
 
 
 def _command() -> str:

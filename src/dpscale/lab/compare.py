@@ -6,25 +6,38 @@ the best mean is kept. Where the best rate of a method is at the end of the grid
 search is not counted in ε, as in the paper; every record and report says so. Then each method runs at each seed. Its
 accuracy is that after the last epoch, which is fixed beforehand; its curve is measured on the test data a few times on
 the way, and chooses nothing.
+
+Runs that have a record are read, the others are done and saved. Another process that is asked for the same runs, on the
+same folder, shares the work.
 """
 
 import itertools
+import json
+import logging
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpscale.checks import require
-from dpscale.lab import records, runner, workers
-from dpscale.lab.config import METHODS, SEARCH_SEED, Choice, Config, Method, searched
-from dpscale.lab.queue import Event, Queue, attempt, work
+import torch
+from filelock import FileLock, Timeout
+
+from dpscale.checks import out_of_memory, require
+from dpscale.lab import device, records, runner, workers
+from dpscale.lab.datasets.stored import checksums
+from dpscale.lab.presets import METHODS, SEARCH_SEED, Choice, Config, Method, searched
+from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
-from dpscale.lab.runner import Job, Progress, calibrate
+from dpscale.lab.runner import Job, Progress
 from dpscale.ledger import Ledger
+
+log = logging.getLogger("dpscale")
 
 NOT_COUNTED = (
     "Rate and momentum were searched on held-out training data and that search is not counted in epsilon, "
@@ -33,6 +46,180 @@ NOT_COUNTED = (
 
 CONTENDERS = 3
 """So many tries of each method, the best by the first seed, are made with the other seeds too."""
+
+PATIENCE = 1.0
+"""Seconds between two looks at runs that another process has under way."""
+
+
+# -- runs that are asked for -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A run that begins, or that is done (``record``), and how many are done and planned, those on disk included."""
+
+    job: Job
+    done: int
+    total: int
+    record: Record | None = None
+
+
+class NoMemory(ValueError):
+    """A run for which there is not enough memory, on a GPU or on this machine."""
+
+
+def key_of(job: Job) -> str:
+    """All that a run is asked to do, in a word."""
+    asked = (job.config.to_dict(), job.role, job.method, job.seed, job.choice.to_dict())
+    return records.key(*asked, installed_versions()["dpscale"], repeat=job.repeat)
+
+
+def known(out: Path, job: Job, packed: Mapping[str, Record] | None = None) -> Record | None:
+    """The record that there is of a run; None if there is none, or one of other data."""
+    path = records.file(out, job.role, job.method, job.seed, key_of(job))
+    found = records.read(path) if path.exists() else (packed or {}).get(key_of(job))
+    if found is None or checksums(job.config.data) not in (None, found.data.get("checksums")):
+        return None
+    if job.search is not None and json.dumps(found.search) != json.dumps(job.search):
+        # A wider search has chosen it again: that search is told from now on, with the tries of both.
+        tries = [*(found.search["tries"] if found.search else []), *job.search["tries"]]
+        together = {json.dumps(each["choice"], sort_keys=True): each for each in tries}
+        found = found.replace(search={**job.search, "tries": list(together.values())})
+        found.save(out)
+    return found
+
+
+def attempt(job: Job, out: Path, on_progress: Callable[[Progress], None] | None = None) -> Record | None:
+    """Do a run and save its record in ``out``; None if another process has it under way.
+
+    A claim is a lock that ends with this process, however it ends. What another process has recorded by now is taken.
+    """
+    claim = out / ".claims" / f"{key_of(job)}.lock"
+    claim.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(claim)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return None
+    try:
+        record = known(out, job)
+        if record is None:
+            record = _run(job, on_progress)
+            record.save(out)
+        return record
+    finally:
+        lock.release()
+        with suppress(OSError):
+            claim.unlink()
+            claim.parent.rmdir()
+
+
+def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
+    """The run, after which its memory is free for others, also if there was not enough of it."""
+    try:
+        return runner.run(job, on_progress)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    # Not from the error, which holds on to what was computed.
+    action = "End other processes that take it, or go through batches in smaller parts: micro_batch=16"
+    raise NoMemory(f"There is not enough memory for this run. {action}")
+
+
+def work(job: Job) -> float:
+    """How long a run is, in gradients of all samples."""
+    return job.config.trained(job.role) * job.points * (1 - job.config.held_out if job.role == "search" else 1.0)
+
+
+class Queue:
+    """Runs jobs that have no record yet.
+
+    Args:
+        deadline: by `time.monotonic`; no run is begun that would not end before it, as far as earlier runs tell.
+    """
+
+    def __init__(
+        self, out: Path, *, workers: int = 1, deadline: float | None = None,
+        on_event: Callable[[Event], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.out, self.workers, self.deadline, self.on_event = out, workers, deadline, on_event
+        self.done = self.total = 0
+        self.left: list[Job] = []
+        self.noise_multiplier: float | None = None
+        self.compiled: set[Any] = set()
+        self.paces: list[float] = []  # seconds of earlier runs here, per unit of `work`
+        self.packed = {record.key: record for record in records.found_in(records.beside(out))}
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds per unit of `work`, the median of the runs seen so far; None if there is none."""
+        return statistics.median(self.paces) if self.paces else None
+
+    def run(self, jobs: Sequence[Job], pool: Executor) -> list[Record]:
+        """The records of these runs, but for those that a deadline left undone.
+
+        After an error no run is begun any more, and those under way are finished.
+        """
+        found = [(job, known(self.out, job, self.packed)) for job in jobs]
+        done = [self._count(job, record) for job, record in found if record is not None]
+        waiting = deque(self._prepared([job for job, record in found if record is None]))
+        under_way, failure = dict[Future[Record | None], Job](), None
+        while waiting or under_way:
+            while waiting and len(under_way) < self.workers and failure is None:
+                job = waiting.popleft()
+                if self._fits(job):
+                    self.on_event(Event(job=job, done=self.done, total=self.total))
+                    under_way[pool.submit(attempt, job, self.out)] = job
+                else:
+                    self.left.append(job)
+            if not under_way:
+                break
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                job, error = under_way.pop(future), future.exception()
+                if isinstance(error, NoMemory) and self.workers > 1:
+                    self.workers -= 1
+                    log.warning("dpscale: %s ran out of memory; runs at once from now on: %d", job.method, self.workers)
+                    waiting.appendleft(job)
+                elif error is not None:
+                    failure = failure or error
+                elif (record := future.result()) is None:  # it comes last
+                    waiting.append(job)
+                    time.sleep(PATIENCE)
+                else:
+                    done.append(self._count(job, record))
+                    self.on_event(Event(job=job, record=record, done=self.done, total=self.total))
+        if isinstance(failure, BrokenExecutor):
+            action = "Run the same command again, with fewer --workers if memory was short: what is finished is kept."
+            raise ValueError(f"A process that runs were done in was ended from outside. {action}") from failure
+        if failure:
+            raise failure
+        return done
+
+    def _count(self, job: Job, record: Record) -> Record:
+        self.done += 1
+        self.paces.append((record.seconds + record.cold_seconds) / work(job))
+        return record
+
+    def _prepared(self, jobs: list[Job]) -> list[Job]:
+        """With the noise calibrated, and on a GPU with every kind of step compiled."""
+        if not any(self._fits(job) for job in jobs):
+            return jobs
+        if self.noise_multiplier is None and any(METHODS[job.method].rule for job in jobs):
+            self.noise_multiplier = runner.calibrate(jobs[0].config)
+        jobs = [replace(job, noise_multiplier=self.noise_multiplier or 0.0) for job in jobs]
+        if self.workers > 1 and device.on_gpu():
+            workers.compile_ahead([job for job in jobs if workers.step_of(job) not in self.compiled])
+            self.compiled |= {workers.step_of(job) for job in jobs}
+        return jobs
+
+    def _fits(self, job: Job) -> bool:
+        return self.deadline is None or time.monotonic() + (self.pace or 0.0) * work(job) < self.deadline
+
+
+# -- a comparison ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +250,14 @@ def compare(
         at_once: processes; 1 stays in this one. None: two on the CPU, on a GPU as many as fit.
         deadline: by `time.monotonic`; no run is begun that would not end before it.
     """
-    require(bool(methods) and bool(seeds), "compare", "methods", "given, with seeds", (methods, seeds))
     _require_priced(ledger, methods)
-    records.whole(out)  # before hours of training, not when the table is made
+    records.found_in(out)  # complaints about them come before hours of training, not when the table is made
     asked = Job(config=config, method="", seed=0, choice=Choice(rate=1.0), command=command, ledger=ledger)
     sources = [METHODS[name] for name in searched(method.name for method in methods)]
     at_once = workers.fitting(config) if at_once is None else at_once
     queue = Queue(out, workers=at_once, deadline=deadline, on_event=on_event)
-    runs = _runs(methods, seeds, repeats)
+    runs = [(method, seed, 0) for seed in seeds for method in methods]
+    runs += [(method, seeds[0], 1 + k) for method in [m for m in methods if m.rule][:1] for k in range(repeats)]
     queue.total = len(runs)
     with workers.pool(at_once) as pool:
         if config.tune:
@@ -84,43 +271,65 @@ def compare(
         ]  # fmt: skip
         jobs.sort(key=lambda job: (job.repeat, job.seed, -job.points))  # the end should not be one long run alone
         done = [record for record in queue.run(jobs, pool) if not record.repeat]
-    order = {method.name: place for place, method in enumerate(methods)}
-    done.sort(key=lambda record: (order[record.method], record.seed))
-    later = [
-        replace(asked, method=method.name, choice=config.tries(method)[0])
-        for method, *_ in runs if method.source.name not in chosen
-    ]  # fmt: skip
-    unsure = [source for source in sources if config.tune and source.name not in chosen]
-    for source in unsure:
-        more = _planned(config, source) - len(config.tries(source))
-        later += [replace(asked, method=source.name, role="search", choice=config.tries(source)[0])] * more
-    left = sum(work(job) for job in (*queue.left, *later))
+    order = [method.name for method in methods]
+    done.sort(key=lambda record: (order.index(record.method), record.seed))
+    # What cannot be said yet: final runs whose choice is open, and tries that follow the first ones.
+    later = [(method, "final", 1) for method, *_ in runs if method.source.name not in chosen]
+    later += [(each, "search", _planned(config, each) - len(config.tries(each)))
+              for each in sources if each.name not in chosen]  # fmt: skip
+    open_ = (count * work(replace(asked, method=each.name, role=role, choice=config.tries(each)[0]))  # type: ignore[arg-type]
+             for each, role, count in later)  # fmt: skip
+    left = sum(map(work, queue.left)) + sum(open_)
     return Compared(records=done, left=queue.total - queue.done, work=left, pace=queue.pace)
-
-
-def _runs(methods: Sequence[Method], seeds: Sequence[int], repeats: int) -> list[tuple[Method, int, int]]:
-    private = [method for method in methods if method.rule]
-    more = [(private[0], seeds[0], 1 + repeat) for repeat in range(repeats)] if private else []
-    return [*((method, seed, 0) for seed in seeds for method in methods), *more]
 
 
 def minutes(config: Config, methods: Sequence[Method], found: Compared, at_once: int | None = None) -> float:
     """About how long the runs that are left take. Unless a run has told its pace, a few steps are timed."""
     if not found.left:
         return 0.0
-    pace = found.pace if found.pace is not None else _timed(config, methods)
+    pace = found.pace if found.pace is not None else _timed(config, methods[0])
     return found.work * pace / (at_once or workers.fitting(config)) / 60
 
 
-def _timed(config: Config, methods: Sequence[Method]) -> float:
-    """Seconds per unit of work, from a few steps of the first method."""
-    job = Job(config=config, method=methods[0].name, seed=SEARCH_SEED, choice=config.tries(methods[0])[0])
-    job = replace(job, noise_multiplier=1.0)
-    steps, ends = runner.steps(job), []
-    for _ in itertools.islice(steps, 6):
-        ends.append(time.perf_counter())
+def _timed(config: Config, method: Method) -> float:
+    """Seconds per unit of work, from a few steps."""
+    choice = config.tries(method)[0]
+    job = Job(config=config, method=method.name, seed=SEARCH_SEED, choice=choice, noise_multiplier=1.0)
+    ends = [time.perf_counter() for _ in itertools.islice(runner.steps(job), 6)]
     step = statistics.median(after - before for before, after in itertools.pairwise(ends)) if len(ends) > 1 else 0.0
-    return step * runner.total_steps(job) / work(job)
+    return step * runner.sampling(config).steps(config.epochs) / work(job)
+
+
+def train(
+    config: Config, method: Method, seed: int, out: Path, *, ledger: Path | None = None, command: str = "",
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Record:  # fmt: skip
+    """One run at the preset's rates, its record saved in ``out``; repeated only if there is no record yet."""
+    config = config.replace(tune=False)
+    _require_priced(ledger, [method])
+    job = Job(config=config, method=method.name, seed=seed, choice=config.given(method), command=command, ledger=ledger)
+    found = known(out, job, Queue(out).packed)
+    if found is None and method.rule:
+        job = replace(job, noise_multiplier=runner.calibrate(config))
+    while found is None:
+        found = attempt(job, out, on_progress)
+        if found is None:
+            time.sleep(PATIENCE)
+    return found
+
+
+def _require_priced(ledger: Path | None, methods: Sequence[Method]) -> None:
+    """Refuse a ledger that is not there, and methods whose price no ledger can pay."""
+    if ledger is not None:
+        Ledger(ledger)
+        free = [method.name for method in methods if not method.rule]
+        action = "Without noise their price is infinite. Name others: --methods dp-sgd,dp-psasc."
+        require(not free, "--ledger", "methods", "private, all of them", ", ".join(free), action)
+
+
+# -- the search ------------------------------------------------------------------------------------------------
+
+Tries = Mapping[tuple[str, Choice], list[Record]]
 
 
 def _search(
@@ -159,9 +368,7 @@ def _planned(config: Config, source: Method) -> int:
     return tries + min(CONTENDERS, tries) * (config.search_seeds - 1)
 
 
-def _contenders(
-    config: Config, source: Method, done: Mapping[tuple[str, Choice], list[Record]], seeds: int
-) -> list[Choice]:
+def _contenders(config: Config, source: Method, done: Tries, seeds: int) -> list[Choice]:
     """What to try with so many seeds: everything once; with more, the best by the first seed; nothing if one failed."""
     tries = config.tries(source)
     if seeds == 1:
@@ -172,7 +379,7 @@ def _contenders(
 
 
 def _best(
-    config: Config, sources: Sequence[Method], done: Mapping[tuple[str, Choice], list[Record]]
+    config: Config, sources: Sequence[Method], done: Tries
 ) -> tuple[dict[str, Choice], dict[str, dict[str, Any]]]:
     chosen, found = {}, {}
     for source in sources:
@@ -206,28 +413,3 @@ def _score(runs: Sequence[Record]) -> tuple[float, float]:
     """Mean accuracy; of equal ones less loss is better: accuracy on a few hundred images is coarse."""
     losses = (math.inf if run.loss is None else run.loss for run in runs)
     return statistics.fmean(run.accuracy for run in runs), -statistics.fmean(losses)
-
-
-def train(
-    config: Config, method: Method, seed: int, out: Path, *, ledger: Path | None = None, command: str = "",
-    on_progress: Callable[[Progress], None] | None = None,
-) -> Record:  # fmt: skip
-    """One run at the preset's rates, its record saved in ``out``; repeated only if there is no record yet."""
-    config = config.replace(tune=False)
-    _require_priced(ledger, [method])
-    job = Job(config=config, method=method.name, seed=seed, choice=config.given(method), command=command, ledger=ledger)
-    known = Queue(out).known(job)
-    if known is not None:
-        return known
-    record = attempt(replace(job, noise_multiplier=calibrate(config) if method.rule else 0.0), on_progress)
-    record.save(out)
-    return record
-
-
-def _require_priced(ledger: Path | None, methods: Sequence[Method]) -> None:
-    """Refuse a ledger that is not there, and methods whose price no ledger can pay."""
-    if ledger is not None:
-        Ledger(ledger)
-        free = [method.name for method in methods if not method.rule]
-        action = "Without noise their price is infinite. Name others: --methods dp-sgd,dp-psasc."
-        require(not free, "--ledger", "methods", "private, all of them", ", ".join(free), action)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpscale.checks import require, require_count, require_probability
 from dpscale.lab.datasets import stored
 from dpscale.lab.datasets.catalogue import CATALOGUE, find
-from dpscale.lab.datasets.folder import DataError, OnProgress, ignore
+from dpscale.lab.datasets.disk import OnProgress, ignore
 
 _SPLIT_SEED = 0  # which images are test images: one fixed choice, the same in every experiment
 _HOLD_OUT_SEED = 1
@@ -58,7 +58,7 @@ def load(
         name: one of `DATA`.
         folder: the data folder; default: ``$DPSCALE_DATA``, else the user's cache folder.
         train_size: take only the first so many training samples.
-        on_progress: told of `dpscale.lab.datasets.folder.Progress` while images are decoded, which is done once.
+        on_progress: told of `dpscale.lab.datasets.disk.Progress` while images are decoded, which is done once.
 
     Raises:
         DataError: a ``ValueError`` that names the file, what is wrong with it, and the command that mends it.
@@ -66,21 +66,13 @@ def load(
     if name == "digits":
         data = digits()
     else:
-        entry, arrays = find(name), stored.read(name, folder, on_progress)
-        train_images, train_labels, test_images, test_labels = map(torch.from_numpy, (*arrays.train, *arrays.test))
+        train, test, provenance = stored.read(name, folder, on_progress)
+        train_images, train_labels, test_images, test_labels = map(torch.from_numpy, (*train, *test))
         data = Data(
             name=name, train_images=train_images, train_labels=train_labels, test_images=test_images,
-            test_labels=test_labels, classes=len(entry.classes), provenance=arrays.provenance,
+            test_labels=test_labels, classes=len(find(name).classes), provenance=provenance,
         )  # fmt: skip
     return data if train_size is None else _first(data, train_size)
-
-
-def checksums(name: str) -> dict[str, Any] | None:
-    """Of the files of a data set, as its manifest has them; None if there are none here, or no such files."""
-    try:
-        return dict(stored.described(name)["files"])
-    except (DataError, KeyError):  # whoever reads the data says what is wrong with them
-        return None
 
 
 def digits() -> Data:

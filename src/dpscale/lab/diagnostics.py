@@ -16,21 +16,24 @@ COSINES = 200  # bins of the cosines, from -1 to 1
 NOTE = "Taken from the data without noise, so not private: for research on public data only."
 
 
-class Norms:
-    """Counts of per-sample gradient norms over logarithmic bins, and the mean weight in each bin."""
+class Watch:
+    """Of a run: norms and weights per logarithmic bin of the norm, cosines, and mean weights. ``on`` while norms and
+    cosines are taken."""
 
     def __init__(self) -> None:
+        self.on = False
         self.epochs: list[int] = []
-        self.counts = torch.zeros(BINS, dtype=torch.float64)
-        self.weights = torch.zeros(BINS, dtype=torch.float64)
+        self.counts, self.weights = torch.zeros(2, BINS, dtype=torch.float64)
         self.not_finite = 0
+        self.cosines: list[Tensor] = []
+        self.mean_weight: list[float | None] = []
 
-    def add(self, epoch: int, norms: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    def epoch(self, epoch: int, norms: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         """Count the samples of an epoch's steps; a norm of 0 goes to the lowest bin."""
-        if not norms:
+        self.mean_weight.append(mean(weights))
+        if not self.on or not norms:
             return
-        norm_N = torch.cat(list(norms)).detach().cpu().double()
-        weight_N = torch.cat(list(weights)).detach().cpu().double()
+        norm_N, weight_N = (torch.cat(list(parts)).detach().cpu().double() for parts in (norms, weights))
         finite = torch.isfinite(norm_N)
         self.not_finite += int((~finite).sum())
         decade = norm_N[finite].log10().clamp(LOW, HIGH)
@@ -40,41 +43,43 @@ class Norms:
         self.epochs.append(epoch)
 
     def to_dict(self) -> dict[str, Any] | None:
-        """Plain values for a record: only bins that have samples; None if no norm was seen."""
-        if not self.epochs:
+        """Plain values for a record, only bins that have samples; None if nothing was seen."""
+        found = {"norms": self._norms() if self.epochs else None, "similarity": self._similarity()}
+        if not any(found.values()):
             return None
-        kept = self.counts.nonzero().flatten()
-        width = (HIGH - LOW) / BINS
+        return {"not_private": True, "note": NOTE, **found, "mean_weight": self.mean_weight}
+
+    def _norms(self) -> dict[str, Any]:
+        kept, width = self.counts.nonzero().flatten(), (HIGH - LOW) / BINS
         return {
-            "epochs": self.epochs, "log10_norm": [round(LOW + (k + 0.5) * width, 6) for k in kept.tolist()],
-            "bin_width": width, "counts": [int(c) for c in self.counts[kept].tolist()],
+            "epochs": self.epochs, "log10_norm": _centres(kept, LOW, width), "bin_width": width,
+            "counts": [int(c) for c in self.counts[kept].tolist()],
             "mean_weight": (self.weights[kept] / self.counts[kept]).tolist(), "not_finite": self.not_finite,
         }  # fmt: skip
 
-
-class Similarity:
-    """Cosines between the noisy gradient of each step and the plain mean gradient of its batch, as a histogram."""
-
-    def __init__(self) -> None:
-        self.values: list[Tensor] = []
-
-    def add(self, released: Mapping[str, Tensor], mean: Mapping[str, Tensor]) -> None:
-        """One step. A batch without samples has no mean gradient and is left out."""
-        self.values.append(cosine(released, mean))
-
-    def to_dict(self) -> dict[str, Any] | None:
-        """Plain values for a record; None if no step was seen."""
-        values = torch.stack(self.values).cpu() if self.values else torch.empty(0)
+    def _similarity(self) -> dict[str, Any] | None:
+        """A batch without samples has no mean gradient and is left out."""
+        values = torch.stack(self.cosines).cpu() if self.cosines else torch.empty(0)
         values = values[torch.isfinite(values)].double().clamp(-1, 1)
         if not len(values):
             return None
-        counts = torch.histc(values, COSINES, -1, 1)
+        counts, width = torch.histc(values, COSINES, -1, 1), 2 / COSINES
         kept = counts.nonzero().flatten()
         return {
-            "steps": len(values), "mean": values.mean().item(), "bin_width": 2 / COSINES,
-            "cosine": [round(-1 + (k + 0.5) * 2 / COSINES, 6) for k in kept.tolist()],
-            "counts": [int(c) for c in counts[kept].tolist()],
+            "steps": len(values), "mean": values.mean().item(), "bin_width": width,
+            "cosine": _centres(kept, -1, width), "counts": [int(c) for c in counts[kept].tolist()],
         }  # fmt: skip
+
+
+def _centres(bins: Tensor, low: float, width: float) -> list[float]:
+    return [round(low + (k + 0.5) * width, 6) for k in bins.tolist()]
+
+
+def mean(values: Sequence[Tensor]) -> float | None:
+    """Of all finite numbers; None if there are none: the loss of an empty batch is none at all."""
+    finite = torch.cat([v.detach().float().reshape(-1) for v in values]) if values else torch.empty(0)
+    finite = finite[torch.isfinite(finite)]
+    return finite.mean().item() if len(finite) else None
 
 
 def cosine(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tensor:

@@ -1,5 +1,12 @@
-"""Pictures from records, and from nothing else. One that looks past the noise says so on itself."""
+"""Pictures from records, and from nothing else. One that looks past the noise says so on itself.
 
+The SVG takes its ink, grid and series colours from CSS variables of the page, so one picture serves light, dark and
+print.
+"""
+
+import hashlib
+import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from dpscale.advice import Advice, Setting, short
-from dpscale.lab import drawing
 from dpscale.lab import records as files
-from dpscale.lab.config import METHODS
-from dpscale.lab.drawing import GRID, SERIES, WARN, look
-from dpscale.lab.drawing import INK as INK
-from dpscale.lab.drawing import png as png
 from dpscale.lab.paper import Experiment
+from dpscale.lab.presets import METHODS
 from dpscale.lab.records import Record
 from dpscale.lab.stats import by_method, interval
 from dpscale.scaling import RULES
@@ -32,6 +35,19 @@ WEIGHED = ("dp-psac", *OURS)
 _BARS = 24  # of a histogram, about
 _TICKS = 5  # parts of an axis of cosines, at most: labels like −0.025 are wide, and a page's font may be wider still
 
+# Stand-ins that `svg` replaces by CSS variables; they are also what `png` shows.
+INK, GRID, WARN = "#1c2026", "#d9dde3", "#b3261e"
+SERIES = ("#6b7280", "#d55e00", "#b8860b", "#0072b2", "#009e73", "#8a5fbf", "#c2578e", "#8c6d46")
+_DASHES = ("-", (0, (7, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1.5, 1.5)), "-", (0, (7, 2)), (0, (3, 2)), (0, (1.5, 1.5)))
+_MARKS = ("o", "s", "^", "v", "D", "P", "X", "*")
+NOT_PRIVATE = "NOT PRIVATE: looks past the noise"
+STYLE: Any = {  # matplotlib types its keys one by one
+    "svg.fonttype": "none", "font.size": 11.5, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID,
+    "xtick.color": INK, "ytick.color": INK, "grid.color": GRID, "grid.linewidth": 0.7, "axes.grid": True,
+    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "legend.fontsize": 10.5, "lines.linewidth": 1.8, "lines.markersize": 4.5, "figure.constrained_layout.use": True,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Picture:
@@ -43,16 +59,105 @@ class Picture:
     private: bool = True
 
 
+# -- how pictures look -----------------------------------------------------------------------------------------
+
+
+def _axes(x: str, y: str, *, private: bool = True, size: tuple[float, float] = (5.2, 4.2)) -> tuple[Figure, Axes]:
+    """An empty picture, about as wide as a phone at the text size of a page; marked if it looks past the noise."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        made = figure.subplots()
+        made.set_xlabel(x)
+        made.set_ylabel(y)
+        if not private:
+            made.set_title(NOT_PRIVATE, loc="right", fontsize=10, color=WARN, fontweight="bold")
+    return figure, made
+
+
+def _panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """So many empty pictures one below the other."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.2, 0.7 + height * count), layout="constrained")
+        return figure, list(figure.subplots(count, squeeze=False)[:, 0])
+
+
+def _legend(figure: Figure, from_: Axes) -> Figure:
+    """Below the picture, if there is anything to name."""
+    with matplotlib.rc_context(STYLE):
+        if from_.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside lower center", ncols=3, handlelength=2.4, columnspacing=1.0, handletextpad=0.5)
+    return figure
+
+
+def look(method: str, *, marked: bool = False) -> Mapping[str, Any]:
+    """Colour and dashes of a method, the same in every picture, whichever others are in it; and its mark."""
+    place = list(METHODS).index(method)
+    mark = {"marker": _MARKS[place]} if marked else {}
+    return {"color": SERIES[place], "linestyle": _DASHES[place], **mark}
+
+
+def svg(figure: Figure, name: str, description: str) -> str:
+    """An ``<svg>`` element to put into a page, coloured by its CSS variables, with ids of its own.
+
+    Args:
+        name: of the picture in its page; any text, from which the ids are made.
+        description: for those who do not see it, escaped for an attribute.
+    """
+    text, opening = _svg(figure, name, transparent=True), f'" role="img" aria-label="{description}">'
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{slug(name)}-", text)
+    text = re.sub(
+        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', lambda found: f'<svg viewBox="{found[1]}{opening}', text, count=1
+    )
+    series = ((colour, f"--series-{k}") for k, colour in enumerate(SERIES))
+    for colour, variable in ((INK, "--ink"), (GRID, "--grid"), (WARN, "--warn"), *series):
+        text = text.replace(colour, f"var({variable})")
+    return text
+
+
+def slug(name: str) -> str:
+    """A name that can stand in an id, an address and a pattern; names that differ stay different."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return name if plain and plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".strip("-")
+
+
+def _svg(figure: Figure, name: str, **options: Any) -> str:
+    stream = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None}, **options)
+    return stream.getvalue()
+
+
+def png(figure: Figure, dpi: int = 150) -> bytes:
+    """The figure on white, for slides and papers."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=dpi, facecolor="white")
+    return stream.getvalue()
+
+
+def write(folder: Path, found: Sequence[Picture]) -> None:
+    """Each picture as ``NAME.png`` and ``NAME.svg`` in ``folder``, on white."""
+    for picture in found:
+        files.write(folder / f"{picture.name}.png", png(picture.figure))
+        files.write(folder / f"{picture.name}.svg", _svg(picture.figure, picture.name, facecolor="white"))
+
+
+# -- pictures of one experiment --------------------------------------------------------------------------------
+
+
 def pictures(records: Sequence[Record]) -> list[Picture]:
     """Every picture that these records allow: those of the diagnostics only where they were recorded."""
     return [*_plain(records), *_looking_past_the_noise(records)]
 
 
 def _plain(records: Sequence[Record]) -> Iterator[Picture]:
-    told = f"Test accuracy after {_told_epochs(records)}; the band is the 95% interval over seeds."
-    yield Picture(
-        name="accuracy", figure=accuracy_curves(records), caption=f"{told} No epoch or rate was chosen on it."
-    )
+    epochs = {epoch for group in by_method(records).values() for epoch in _measured(group)}
+    told = f"{len(epochs)} of the {max(epochs)} epochs, the last among them"
+    told = "every epoch" if len(epochs) == max(epochs) else "the last epoch" if len(epochs) == 1 else told
+    caption = f"Test accuracy after {told}; the band is the 95% interval over seeds. No epoch or rate was chosen on it."
+    yield Picture(name="accuracy", figure=accuracy_curves(records), caption=caption)
     if any(record.scaling for record in records):
         caption = "What each rule multiplies a sample's gradient by, against the norm of that gradient."
         yield Picture(name="weights", figure=scaling_weights(records), caption=caption)
@@ -85,31 +190,19 @@ def _looking_past_the_noise(records: Sequence[Record]) -> Iterator[Picture]:
         yield Picture(name="mean-weight", figure=mean_weights(records), caption=caption, private=False)
 
 
-def write(folder: Path, found: Sequence[Picture]) -> list[Path]:
-    """Each picture as ``NAME.png`` and ``NAME.svg`` in ``folder``."""
-    paths = []
-    for picture in found:
-        for suffix, content in (("png", png(picture.figure)), ("svg", drawing.svg_file(picture.figure, picture.name))):
-            paths.append(folder / f"{picture.name}.{suffix}")
-            files.write(paths[-1], content)
-    return paths
-
-
 def accuracy_curves(records: Sequence[Record]) -> Figure:
     """Test accuracy at the epochs after which all seeds were measured: mean, and the band of its 95% interval."""
-    figure, axes = drawing.axes("epoch", "test accuracy (%)")
+    figure, axes = _axes("epoch", "test accuracy (%)")
     ends = []
     for method, group in by_method(records).items():
-        measured = _measured(group)
-        points = [(epoch, *interval([100 * value for value in each])) for epoch, each in measured.items()]
+        points = [(epoch, *interval([100 * value for value in each])) for epoch, each in _measured(group).items()]
         ends.append(_line(axes, method, group, points, marked=True))
     # The first epochs start near chance; what is to be compared happens at the end.
     lowest, highest = min(mean[-1] for mean, _ in ends), max((mean + half).max() for mean, half in ends)
     shown = float(np.clip(1.5 * (100 - lowest), 3, 25))
     axes.set_ylim(max(0.0, lowest - shown), min(100.0, highest + shown / 8))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    drawing.legend(figure, axes)
-    return figure
+    return _legend(figure, axes)
 
 
 def _line(
@@ -128,92 +221,21 @@ def _measured(group: Sequence[Record]) -> dict[int, list[float]]:
     return {int(epoch or 0): [float(value or 0.0) for value in each] for epoch, *each in found if None not in each}
 
 
-def _told_epochs(records: Sequence[Record]) -> str:
-    """Which epochs the points of the accuracy curves are of, in words."""
-    epochs = {epoch for group in by_method(records).values() for epoch in _measured(group)}
-    last = max(epochs)
-    if len(epochs) == last:
-        return "every epoch"
-    return "the last epoch" if len(epochs) == 1 else f"{len(epochs)} of the {last} epochs, the last among them"
-
-
-def beside_the_paper(found: Sequence[Experiment]) -> Picture | None:
-    """The paper's accuracies and those here with their intervals, a panel for each of its experiments that has any."""
-    shown = [one for one in found if one.paper and one.rows]
-    if not shown:
-        return None
-    diamond: Any = {"marker": "D", "linestyle": "", "color": INK, "markerfacecolor": "none", "markersize": 6}
-    figure, panels = drawing.panels(len(shown), 1.55)
-    for one, axes in zip(shown, panels, strict=True):
-        rows = {row.method: row for row in one.rows if row.method in one.paper}
-        for place, (method, theirs) in enumerate(one.paper.items()):
-            if row := rows.get(method):
-                half = None if row.half_width is None else 100 * row.half_width
-                axes.errorbar(100 * row.accuracy, place, xerr=half, fmt="o", color=look(method)["color"], capsize=3)
-            axes.plot(theirs, place, **diamond)
-        _rows_of(axes, [METHODS[method].title for method in one.paper], one.title)
-    last = panels[-1]
-    last.set_xlabel("test accuracy (%)")
-    last.plot([], [], "o", color=INK, label="here, with 95% interval")
-    last.plot([], [], **diamond, label="the paper")
-    drawing.legend(figure, last)
-    caption = (
-        "Test accuracy of each method here, mean over seeds with its 95% interval, and in the paper, which gives none. "
-        "Scales differ."
-    )
-    return Picture(name="paper", figure=figure, caption=caption)
-
-
-def forest(found: Sequence[Experiment]) -> Picture | None:
-    """Differences to the reference, seed by seed, with their 95% intervals, a panel per experiment."""
-    shown = [(one, [row for row in one.rows if row.p is not None]) for one in found]
-    shown = [(one, rows) for one, rows in shown if rows]
-    if not shown:
-        return None
-    figure, panels = drawing.panels(len(shown), 0.45 + 0.26 * max(len(rows) for _, rows in shown))
-    for (one, rows), axes in zip(shown, panels, strict=True):
-        for place, row in enumerate(rows):
-            half, fill = 100 * (row.difference_half_width or 0.0), None if row.differs else "none"
-            axes.errorbar(100 * (row.difference or 0.0), place, xerr=half, fmt="o", color=look(row.method)["color"],
-                          markerfacecolor=fill, capsize=3)  # fmt: skip
-        axes.axvline(0, color=INK, linewidth=1)
-        widest = 110 * max(row.reach for row in rows)
-        axes.set_xlim(-widest, widest)
-        _rows_of(axes, [row.title for row in rows], one.title)
-    panels[-1].set_xlabel(f"points of accuracy above or below {shown[0][1][0].reference}")
-    panels[-1].plot([], [], "o", color=INK, label="left after Holm's correction")
-    panels[-1].plot([], [], "o", color=INK, markerfacecolor="none", label="not told apart")
-    drawing.legend(figure, panels[-1])
-    caption = (
-        "Difference of each private method to the reference, seed by seed, with its 95% interval. A filled point is "
-        "left after Holm's correction; the others are not told apart from it. Scales differ."
-    )
-    return Picture(name="differences", figure=figure, caption=caption)
-
-
-def _rows_of(axes: Axes, titles: Sequence[str], title: str) -> None:
-    axes.set_yticks(range(len(titles)), titles)
-    axes.set_ylim(len(titles) - 0.4, -0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(_TICKS + 1))
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-
-
 def scaling_weights(records: Sequence[Record]) -> Figure:
     """Weight against gradient norm for every rule in the records, both axes logarithmic."""
-    figure, axes = drawing.axes("gradient norm x", "weight w(x)")
+    figure, axes = _axes("gradient norm x", "weight w(x)")
     norms = torch.logspace(-4, 2, 400, dtype=torch.float64)
     for method, group in by_method(records).items():
         if group[0].scaling is not None:
             constants = dict(group[0].scaling)
             rule = RULES[constants.pop("rule")](**constants)
             axes.loglog(norms, rule.weight(norms), label=group[0].title, **look(method))
-    drawing.legend(figure, axes)
-    return figure
+    return _legend(figure, axes)
 
 
 def norm_distribution(records: Sequence[Record]) -> Figure:
     """Share of per-sample gradient norms per decade in the last epochs, all seeds together."""
-    figure, axes = drawing.axes("gradient norm x", "share of samples per decade", private=False)
+    figure, axes = _axes("gradient norm x", "share of samples per decade", private=False)
     for method, group in by_method(records).items():
         counts, width = _counts(group, "norms", "log10_norm")
         if not counts:
@@ -226,8 +248,7 @@ def norm_distribution(records: Sequence[Record]) -> Figure:
         axes.plot(10**grid, share, linewidth=1.5, label=group[0].title, **look(method))
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
-    drawing.legend(figure, axes)
-    return figure
+    return _legend(figure, axes)
 
 
 def gradient_similarity(records: Sequence[Record], baseline: str) -> Figure:
@@ -235,7 +256,7 @@ def gradient_similarity(records: Sequence[Record], baseline: str) -> Figure:
 
     All seeds together. The panels of one experiment share their axes, whichever baseline they show.
     """
-    figure, axes = drawing.axes("cosine similarity", "share of steps (%)", private=False)
+    figure, axes = _axes("cosine similarity", "share of steps (%)", private=False)
     groups = by_method(records)
     histograms = {method: _counts(groups.get(method, []), "similarity", "cosine") for method in (*BASELINES, *OURS)}
     counts = {method: found for method, (found, _) in histograms.items() if found}
@@ -257,13 +278,12 @@ def gradient_similarity(records: Sequence[Record], baseline: str) -> Figure:
     axes.set_xlim(edges[0], edges[-1])
     axes.xaxis.set_major_locator(MaxNLocator(_TICKS))
     axes.set_ylim(0, 1.05 * highest)
-    drawing.legend(figure, axes)
-    return figure
+    return _legend(figure, axes)
 
 
 def mean_weights(records: Sequence[Record]) -> Figure:
     """Mean scaling weight per epoch of DP-PSAC, DP-PSASC and DP-PSASC*, over seeds."""
-    figure, axes = drawing.axes("epoch", "mean scaling weight", private=False)
+    figure, axes = _axes("epoch", "mean scaling weight", private=False)
     for method, group in by_method(records).items():
         found = [r.diagnostics["mean_weight"] for r in group if r.diagnostics] if method in WEIGHED else []
         columns = [[value for value in column if value is not None] for column in zip(*found, strict=True)]
@@ -272,21 +292,85 @@ def mean_weights(records: Sequence[Record]) -> Figure:
             _line(axes, method, group, points)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    drawing.legend(figure, axes)
-    return figure
+    return _legend(figure, axes)
 
 
 def _counts(group: Sequence[Record], name: str, centres: str) -> tuple[dict[float, int], float]:
     """The histograms of several records added up, and the width of a bin."""
     counts: dict[float, int] = {}
     width = 1.0
-    for record in group:
-        found: Mapping[str, Any] | None = record.diagnostics and record.diagnostics[name]
+    for found in (record.diagnostics and record.diagnostics[name] for record in group):
         if found:
             width = found["bin_width"]
             for centre, count in zip(found[centres], found["counts"], strict=True):
                 counts[centre] = counts.get(centre, 0) + count
     return counts, width
+
+
+# -- pictures of several ---------------------------------------------------------------------------------------
+
+
+def beside_the_paper(found: Sequence[Experiment]) -> Picture | None:
+    """The paper's accuracies and those here with their intervals, a panel for each of its experiments that has any."""
+    shown = [one for one in found if one.paper and one.rows]
+    if not shown:
+        return None
+    diamond: Any = {"marker": "D", "linestyle": "", "color": INK, "markerfacecolor": "none", "markersize": 6}
+    figure, panels = _panels(len(shown), 1.55)
+    for one, axes in zip(shown, panels, strict=True):
+        rows = {row.method: row for row in one.rows if row.method in one.paper}
+        for place, (method, theirs) in enumerate(one.paper.items()):
+            if row := rows.get(method):
+                half = None if row.half_width is None else 100 * row.half_width
+                axes.errorbar(100 * row.accuracy, place, xerr=half, fmt="o", color=look(method)["color"], capsize=3)
+            axes.plot(theirs, place, **diamond)
+        _rows_of(axes, [METHODS[method].title for method in one.paper], one.title)
+    last = panels[-1]
+    last.set_xlabel("test accuracy (%)")
+    last.plot([], [], "o", color=INK, label="here, with 95% interval")
+    last.plot([], [], **diamond, label="the paper")
+    caption = (
+        "Test accuracy of each method here, mean over seeds with its 95% interval, and in the paper, which gives none. "
+        "Scales differ."
+    )
+    return Picture(name="paper", figure=_legend(figure, last), caption=caption)
+
+
+def forest(found: Sequence[Experiment]) -> Picture | None:
+    """Differences to the reference, seed by seed, with their 95% intervals, a panel per experiment."""
+    shown = [(one, [row for row in one.rows if row.p is not None]) for one in found]
+    shown = [(one, rows) for one, rows in shown if rows]
+    if not shown:
+        return None
+    figure, panels = _panels(len(shown), 0.45 + 0.26 * max(len(rows) for _, rows in shown))
+    for (one, rows), axes in zip(shown, panels, strict=True):
+        for place, row in enumerate(rows):
+            half, fill = 100 * (row.difference_half_width or 0.0), None if row.differs else "none"
+            axes.errorbar(100 * (row.difference or 0.0), place, xerr=half, fmt="o", color=look(row.method)["color"],
+                          markerfacecolor=fill, capsize=3)  # fmt: skip
+        axes.axvline(0, color=INK, linewidth=1)
+        widest = 110 * max(row.reach for row in rows)
+        axes.set_xlim(-widest, widest)
+        _rows_of(axes, [row.title for row in rows], one.title)
+    last = panels[-1]
+    last.set_xlabel(f"points of accuracy above or below {shown[0][1][0].reference}")
+    last.plot([], [], "o", color=INK, label="left after Holm's correction")
+    last.plot([], [], "o", color=INK, markerfacecolor="none", label="not told apart")
+    caption = (
+        "Difference of each private method to the reference, seed by seed, with its 95% interval. A filled point is "
+        "left after Holm's correction; the others are not told apart from it. Scales differ."
+    )
+    return Picture(name="differences", figure=_legend(figure, last), caption=caption)
+
+
+def _rows_of(axes: Axes, titles: Sequence[str], title: str) -> None:
+    axes.set_yticks(range(len(titles)), titles)
+    axes.set_ylim(len(titles) - 0.4, -0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(_TICKS + 1))
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+
+
+# -- the picture of dpscale plan -------------------------------------------------------------------------------
 
 
 def noise_budget(advice: Advice) -> Figure:
@@ -295,8 +379,8 @@ def noise_budget(advice: Advice) -> Figure:
     Where epochs were given, every batch costs the same, and the noise is drawn over the batch.
     """
     label, scale = _noise_scale(advice)
-    figure, axes = drawing.axes(label, "cumulative noise ÷ full-batch floor", size=(6.6, 4.4))
-    with matplotlib.rc_context(drawing.STYLE):
+    figure, axes = _axes(label, "cumulative noise ÷ full-batch floor", size=(6.6, 4.4))
+    with matplotlib.rc_context(STYLE):
         lines = _noise_lines(axes, advice, scale)
         told = f"within {advice.within:.0%} of the floor"
         axes.axhspan(1, 1 + advice.within, color=GRID, alpha=0.6, linewidth=0, zorder=0, label=told)
@@ -337,14 +421,15 @@ def _noise_scale(advice: Advice) -> tuple[str, Callable[[Setting], float]]:
 
 def _noise_lines(axes: Axes, advice: Advice, scale: Callable[[Setting], float]) -> int:
     """A line per batch size, from few epochs to many; or one line over the batch. Returns how many have a label."""
+    style: Any = {"marker": "o", "linestyle": "-", "markersize": 4}
     if advice.effort == "batch":
         rows = sorted(advice.table, key=lambda row: row.batch)
-        axes.plot([scale(row) for row in rows], [row.over_floor for row in rows], "o-", color=SERIES[3], markersize=4)
+        axes.plot([scale(row) for row in rows], [row.over_floor for row in rows], color=SERIES[3], **style)
         return 0
     batches = sorted({row.batch for row in advice.table})
     for place, batch in enumerate(batches):
         rows = [row for row in advice.table if row.batch == batch]
         colour = matplotlib.colormaps["viridis"](0.9 * place / max(1, len(batches) - 1))
-        axes.plot([scale(row) for row in rows], [row.over_floor for row in rows], "o-", color=colour, markersize=4,
-                  label=f"{batch:,}")  # fmt: skip
+        values = [scale(row) for row in rows], [row.over_floor for row in rows]
+        axes.plot(*values, color=colour, label=f"{batch:,}", **style)
     return len(batches)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpscale.lab.commands import Json, print_json
+from dpscale.lab.options import Json, print_json
 
 if TYPE_CHECKING:
     from dpscale.ledger import Ledger, Run

@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from dpscale.checks import require
-from dpscale.lab.encoders import ENCODERS
-from dpscale.lab.finetuning import FineTuned
+from dpscale.lab.datasets.disk import checksum
+from dpscale.lab.features import ENCODERS, Encoder, prepare
 
 Shape = tuple[int, ...]
 Layer = Callable[[], nn.Module]
@@ -158,6 +160,37 @@ def scatter_deep(shape: Shape = (81, 7, 7), classes: int = 10, *, linear: bool =
     return nn.Sequential(nn.GroupNorm(27, shape[0], affine=False), Sum(beside, deep) if beside else deep)
 
 
+class FineTuned(nn.Module):
+    """A public encoder and a linear layer that starts at zero; the convolutions of the last ``stages`` are trained too.
+
+    Its BatchNorm stays frozen at its public statistics: a fixed affine map of each channel, so that no sample sees
+    another one. Images, RGB in [0, 1], are enlarged to ``size`` × ``size``; features are divided by their norm.
+    """
+
+    def __init__(self, encoder: Encoder, classes: int, *, stages: int, size: int = 160) -> None:
+        super().__init__()
+        self.public, self.size = encoder, size
+        self.provenance: dict[str, str] = {}
+        self.body = encoder.build().requires_grad_(False)
+        assert isinstance(self.body.stages, nn.ModuleList)
+        for layer in self.body.stages[-stages:].modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.requires_grad_(True)
+        self.head = probe((encoder.features,), classes)
+
+    def forward(self, images_NCHW: Tensor) -> Tensor:
+        """Logits."""
+        features = self.body(prepare(images_NCHW, self.size))
+        logits: Tensor = self.head(F.normalize(features.float(), dim=1))
+        return logits
+
+    def load_public(self, folder: Path) -> None:
+        """Take the encoder's weights from the data folder; they are fetched if a registry has them."""
+        path = self.public.checkpoint(folder)
+        self.body.load_state_dict(self.public.load(path).state_dict())
+        self.provenance = {"weights": self.public.name, "weights_sha256": checksum(path, "sha256")}
+
+
 def resnet50(shape: Shape, classes: int, *, stages: int) -> FineTuned:
     """The public ResNet-50, its last stages to be trained; random until its weights are taken."""
     require(len(shape) == 3 and shape[0] == 3, "resnet50", "shape", "that of colour images", shape)
@@ -182,20 +215,14 @@ def standardized(model: nn.Module) -> nn.Module:
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "digits_cnn": digits_cnn,
-    "paper_cnn": paper_cnn,
-    "normed_cnn": normed_cnn,
+    "digits_cnn": digits_cnn, "paper_cnn": paper_cnn, "normed_cnn": normed_cnn,
     "gelu_cnn": partial(normed_cnn, activation=nn.GELU, factor=2.0),  # on MNIST 0.00 to 0.12 points better
-    "lineage_cnn": lineage_cnn,
-    "resnet9": resnet9,
+    "lineage_cnn": lineage_cnn, "resnet9": resnet9,
     "resnet9_mish": partial(resnet9, activation=nn.Mish),  # as in the lineage's experiments
-    "resnet9_scaled": partial(resnet9, activation=nn.Mish, scale_norm=True),
-    "probe": probe,
-    "scatter_deep": scatter_deep,
-    "scatter_sum": partial(scatter_deep, linear=True),
-    "resnet50_stage4": partial(resnet50, stages=1),
-    "resnet50_stages34": partial(resnet50, stages=2),
-}
+    "resnet9_scaled": partial(resnet9, activation=nn.Mish, scale_norm=True), "probe": probe,
+    "scatter_deep": scatter_deep, "scatter_sum": partial(scatter_deep, linear=True),
+    "resnet50_stage4": partial(resnet50, stages=1), "resnet50_stages34": partial(resnet50, stages=2),
+}  # fmt: skip
 """Every model by name: from the shape of one sample and the number of classes."""
 
 

@@ -1,11 +1,10 @@
-"""Settings on the command line: every value of a configuration can be given as NAME=VALUE, or as --name VALUE."""
+"""What commands share: their options, values of a preset as NAME=VALUE or --name VALUE, and JSON on stdout."""
 
-import functools
-import inspect
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,17 +14,14 @@ import typer
 from dpscale.checks import require
 
 if TYPE_CHECKING:
-    from dpscale.lab.config import Config
+    from dpscale.lab.presets import Config
 
 log = logging.getLogger("dpscale")
 
-Preset = Annotated[
-    str, typer.Argument(help="Name of an experiment, such as digits; dpscale presets lists them.", show_default=False)
-]
-Folder = Annotated[
-    Path | None, typer.Option("--data", help="Data folder; default: $DPSCALE_DATA, else the user's cache folder.")
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU if there is one.")]
+PRESET: Any = typer.Argument(
+    help="Name of an experiment, such as digits; dpscale presets lists them.", show_default=False
+)
+Preset = Annotated[str, PRESET]
 Values = Annotated[
     list[str] | None,
     typer.Argument(
@@ -36,43 +32,16 @@ Values = Annotated[
         "learning rate × bound / gamma1 of every method, without a search; tune=false takes the preset's rates.",
     ),
 ]  # fmt: skip
-
-_OTHER_NAMES = {"k0": "K0", "c": "C", "lr": "rate", "sampler": "sampling"}
-_FLAGS = {"--diagnostics": "diagnostics=true", "--tune": "tune=true", "--no-tune": "tune=false"}
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
+Folder = Annotated[
+    Path | None, typer.Option("--data", help="Data folder; default: $DPSCALE_DATA, else the user's cache folder.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU if there is one.")]
 SETTINGS: dict[str, Any] = {"ignore_unknown_options": True}
 """Of commands that take values as options: what they do not know is a value."""
 
-
-def experiment(otherwise: Callable[..., None] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command whose first argument is a configuration the name of a preset and values that change it.
-
-    Where no preset is named, ``otherwise`` is given all that was said.
-    """
-
-    def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(preset: str | None = None, values: list[str] | None = None, data: Path | None = None,
-                device: str | None = None, **given: Any) -> None:  # fmt: skip
-            words = [*([preset] if preset else []), *(values or [])]
-            if otherwise is not None and (not words or words[0].startswith("-") or "=" in words[0]):
-                otherwise(data=data, **read(words), **given)
-                return
-            command(configured(words[0], read(words[1:]), data, device), **given)
-
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        own = [each.replace(kind=keyword) for each in list(inspect.signature(command).parameters.values())[1:]]
-        first = [
-            inspect.Parameter("preset", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Preset,
-                              default=None if otherwise else inspect.Parameter.empty),
-            inspect.Parameter("values", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Values, default=None),
-        ]  # fmt: skip
-        more = [inspect.Parameter(name, keyword, default=None, annotation=kind)
-                for name, kind in (("data", Folder), ("device", Device))]  # fmt: skip
-        run.__signature__ = inspect.Signature([*first, *own, *more])  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in (*first, *own, *more)}
-        return run
-
-    return decorated
+_OTHER_NAMES = {"k0": "K0", "c": "C", "lr": "rate", "sampler": "sampling"}
+_FLAGS = {"--diagnostics": "diagnostics=true", "--tune": "tune=true", "--no-tune": "tune=false"}
 
 
 def read(words: Iterable[str]) -> dict[str, Any]:
@@ -104,14 +73,11 @@ def configured(
     if data is not None:
         os.environ["DPSCALE_DATA"] = str(data)  # for the processes of a comparison too
     place.use(device)
-    changes = dict(values or {})
+    changes, preset = dict(values or {}), presets.preset(name)
     rate = changes.pop("rate", None)
-    preset = presets.preset(name)
-    unknown = [each for each in changes if each not in type(preset).model_fields or each == "preset"]
-    known = ", ".join(sorted(set(type(preset).model_fields) - {"preset"}))
-    require(
-        not unknown, "dpscale", (unknown or [""])[0], f"left out: the values of a preset are {known}, rate", changes
-    )
+    names = sorted(set(presets.Config.model_fields) - {"preset"})
+    for each in (each for each in changes if each not in names):
+        require(False, "dpscale", each, f"left out: the values of a preset are {', '.join(names)}, rate", changes)
     _require_agreement(changes, rate)
     if "gamma1" in changes:
         changes["gamma1s"] = [changes["gamma1"]]
@@ -120,7 +86,12 @@ def configured(
     config = preset.replace(**changes)
     config = config if rate is None else config.at_rate(rate)
     config.require_fitting()
-    return _on_this_device(config, asked="precision" in changes)
+    if config.precision == "bf16" and not place.on_gpu():
+        if "precision" in changes:
+            config.require_device()  # refuses it
+        log.warning("dpscale: %s runs in float32: its bf16 needs a GPU, and torch finds none here.", config.preset)
+        config = config.replace(precision="float32")
+    return config
 
 
 def _require_agreement(changes: Mapping[str, Any], rate: Any) -> None:
@@ -137,14 +108,26 @@ def _require_agreement(changes: Mapping[str, Any], rate: Any) -> None:
             raise ValueError(f"Beside {what}, {name} would do nothing. Leave out one of the two.")
 
 
-def _on_this_device(config: "Config", *, asked: bool) -> "Config":
-    """The configuration as it can run here: without a GPU a preset's bf16 is float32, and one that was asked for is
-    refused."""
-    from dpscale.lab import device
+def print_json(value: Any) -> None:
+    """One JSON document on stdout; a number that JSON does not have (inf, NaN) becomes null."""
+    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
 
-    if config.precision != "bf16" or device.on_gpu():
-        return config
-    if asked:
-        config.require_device()
-    log.warning("dpscale: %s runs in float32: its bf16 needs a GPU, and torch finds none here.", config.preset)
-    return config.replace(precision="float32")
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def two_digits(value: float) -> float:
+    """Rounded to two significant digits: 0.012, 1.5, 48, 130."""
+    return float(f"{value:.2g}")
+
+
+def require_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be written, before minutes are spent; nothing is made yet."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ValueError(f"Cannot write to the folder {folder}. Choose another --out.")

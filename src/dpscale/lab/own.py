@@ -8,60 +8,60 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from dpscale.lab import device
+from dpscale.lab.models import MODELS
 from dpscale.lab.runner import Progress
 from dpscale.ledger import Ledger
 from dpscale.one_call import make_private
 from dpscale.sources import dataset_of, is_frame
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+Classes = Sequence[str] | None
 
 
-@dataclass(frozen=True)
-class Samples:
-    """What to train on: a dataset of (input, class) and the names of the classes, where they are known."""
-
-    dataset: Dataset[Any]
-    classes: Sequence[str] | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of one input."""
-        return tuple(torch.as_tensor(self.dataset[0][0]).shape)
-
-
-def samples(data: str, target: str | None, classes: Sequence[str] | None = None) -> Samples:
-    """Read ``data``: a table.csv, a folder of class folders, or module:function.
+def samples(data: str, target: str | None, classes: Classes = None) -> tuple[Dataset[Any], Classes]:
+    """A dataset of (input, class), and the names of the classes, where they are known.
 
     Args:
-        data: where they are.
+        data: a table.csv, a folder of class folders, or module:function.
         target: the column to learn, of a table or a data frame.
         classes: those of the training data, for a test set; None: all that are there.
     """
     path = Path(data)
-    if path.suffix == ".csv":
-        import pandas
-
-        return _table(pandas.read_csv(path), data, target, classes)
     if path.is_dir():
         files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in _IMAGES)
         if not files:
             raise ValueError(f"{path} has no images: it must have a folder for each class, with images in it.")
         names, y = _classes([file.parent.name for file in files], classes)
-        return Samples(Images(files, y), names)
-    if ":" not in data:
+        return Images(files, torch.from_numpy(y)), names
+    if path.suffix != ".csv" and ":" not in data:
         raise ValueError(f"--data {data} must be a file table.csv, a folder of images, or module:function.")
-    made = _imported(data, "--data")()
-    return _table(made, data, target, classes) if is_frame(made) else Samples(dataset_of("train", made), classes)
+    made = pandas.read_csv(path) if path.suffix == ".csv" else _imported(data, "--data")()
+    if not is_frame(made):
+        return dataset_of("train", made), classes
+    if target is None or target not in made:
+        columns = ", ".join(map(str, made.columns))
+        raise ValueError(f"--target must be a column of {data}: one of {columns}. Got {target} instead.")
+    if made.isna().to_numpy().any():
+        raise ValueError(f"{data} has missing values. Fill them by a constant, not by a mean of the data.")
+    names, y = _classes(made[target].astype(str), classes)
+    return dataset_of("train", made.assign(**{target: y}), target), names
+
+
+def _classes(values: Sequence[str], classes: Classes) -> tuple[Sequence[str], np.ndarray]:
+    found = pandas.Categorical(values, categories=classes)
+    if unknown := sorted({value for value, code in zip(values, found.codes, strict=True) if code < 0}):
+        raise ValueError(f"The test data have classes that the training data have not: {', '.join(unknown)}.")
+    return list(found.categories), found.codes.astype(np.int64)
 
 
 def _imported(name: str, option: str) -> Callable[..., Any]:
@@ -75,25 +75,6 @@ def _imported(name: str, option: str) -> Callable[..., Any]:
         raise ValueError(f"{option} {name} cannot be imported: {error}.") from error
     finally:
         sys.path.remove("")
-
-
-def _table(frame: Any, name: str, target: str | None, classes: Sequence[str] | None) -> Samples:
-    if target is None or target not in frame:
-        columns = ", ".join(map(str, frame.columns))
-        raise ValueError(f"--target must be a column of {name}: one of {columns}. Got {target} instead.")
-    if frame.isna().to_numpy().any():
-        raise ValueError(f"{name} has missing values. Fill them by a constant, not by a mean of the data.")
-    names, y = _classes(frame[target].astype(str).tolist(), classes)
-    return Samples(dataset_of("train", frame.assign(**{target: y.numpy()}), target), names)
-
-
-def _classes(values: list[str], classes: Sequence[str] | None) -> tuple[Sequence[str], Tensor]:
-    names = sorted(set(values)) if classes is None else classes
-    unknown = sorted(set(values) - set(names))
-    if unknown:
-        raise ValueError(f"The test data have classes that the training data have not: {', '.join(unknown)}.")
-    number = {name: k for k, name in enumerate(names)}
-    return names, torch.tensor([number[value] for value in values])
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
@@ -113,21 +94,20 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), self.labels[i]
 
 
-def build(name: str | None, found: Samples) -> nn.Module:
+def build(name: str | None, dataset: Dataset[Any], names: Classes) -> nn.Module:
     """``module:function`` is called without arguments; one of the lab's by name; a linear layer if none is named."""
     if name is not None and ":" in name:
         model = _imported(name, "--model")()
         if not isinstance(model, nn.Module):
             raise ValueError(f"--model {name} must return a torch.nn.Module. Got {type(model).__name__} instead.")
         return model
-    classes = len(found.classes) if found.classes is not None else 1 + max(int(y) for _, y in found.dataset)  # type: ignore[attr-defined]
-    if name is None:
-        return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(found.shape)), classes))
-    from dpscale.lab.models import MODELS
-
-    if name not in MODELS:
+    if name is not None and name not in MODELS:
         raise ValueError(f"--model {name} must be module:function, or one of {', '.join(MODELS)}.")
-    return MODELS[name](found.shape, classes)
+    classes = len(names) if names is not None else 1 + max(int(y) for _, y in dataset)  # type: ignore[attr-defined]
+    shape = torch.as_tensor(dataset[0][0]).shape
+    return (
+        nn.Sequential(nn.Flatten(), nn.Linear(shape.numel(), classes)) if name is None else MODELS[name](shape, classes)
+    )
 
 
 def losses(model: nn.Module, batch: Any) -> Tensor:
@@ -153,29 +133,28 @@ def train(
         ledger: file to book the run in.
         on_progress: told at each hundredth of the steps.
     """
-    found = samples(data, target)
+    dataset, classes = samples(data, target)
     torch.manual_seed(0 if seed is None else seed)
-    network, books = build(model, found).to(device.name()), None if ledger is None else Ledger(ledger)
+    network = build(model, dataset, classes).to(device.name())
     private = make_private(
-        network, torch.optim.SGD(network.parameters(), lr=rate), found.dataset, epsilon=epsilon, delta=delta,
-        epochs=epochs, batch="auto" if batch is None else batch, seed=seed, ledger=books,
+        network, torch.optim.SGD(network.parameters(), lr=rate), dataset, epsilon=epsilon, delta=delta, epochs=epochs,
+        batch="auto" if batch is None else batch, seed=seed, ledger=None if ledger is None else Ledger(ledger),
     )  # fmt: skip
     steps, size, per_step = private.steps, private.plan.sampling.size, private.plan.expected_batch
     for each in private.batches():
-        out_of_step = private.step(each.to(device.name()), losses)
-        taken = private.steps_taken
+        loss, taken = private.step(each.to(device.name()), losses).loss, private.steps_taken
         if 100 * taken // steps > 100 * (taken - 1) // steps:
             on_progress(Progress(
                 step=taken, steps=steps, epoch=-(-taken * per_step // size), epochs=-(-steps * per_step // size),
-                loss=float(out_of_step.loss), plan=private.plan, delta=delta,
+                loss=float(loss), plan=private.plan, delta=delta,
             ))  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     torch.save(network.state_dict(), out / "model.pt")
     private.save(out / "run.ckpt")
     written = {
         "data": data, "target": target, "model": model, "epsilon": private.epsilon(), "delta": delta,
-        "steps": private.steps_taken, "classes": None if found.classes is None else list(found.classes),
-        "test_accuracy": None if test is None else accuracy(network, samples(test, target, found.classes)),
+        "steps": private.steps_taken, "classes": None if classes is None else list(classes),
+        "test_accuracy": None if test is None else accuracy(network, samples(test, target, classes)[0]),
         "statement": private.statement(), "plan": private.plan.to_dict(),
     }  # fmt: skip
     private.close()
@@ -184,9 +163,8 @@ def train(
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, test: Samples) -> float:
+def accuracy(model: nn.Module, test: Dataset[Any]) -> float:
     """Share of a test set that is classified as it should be."""
     model.eval()
-    loader = torch.utils.data.DataLoader(test.dataset, batch_size=512)
-    right = [int((model(x.to(device.name())).argmax(1).cpu() == y).sum()) for x, y in loader]
-    return sum(right) / len(test.dataset)  # type: ignore[arg-type]
+    right = [int((model(x.to(device.name())).argmax(1).cpu() == y).sum()) for x, y in DataLoader(test, batch_size=512)]
+    return sum(right) / len(test)  # type: ignore[arg-type]

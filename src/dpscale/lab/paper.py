@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 from dpscale.checks import require
 from dpscale.lab import compare, presets, records, stats
-from dpscale.lab.config import Config, methods
+from dpscale.lab.compare import Event
 from dpscale.lab.datasets import DataError, stored
-from dpscale.lab.queue import Event
+from dpscale.lab.presets import Config, methods
 from dpscale.lab.records import Record
 from dpscale.lab.stats import Row
 from dpscale.plan import Plan
@@ -69,20 +69,14 @@ def settings(configs: Sequence[Config]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One experiment as it came out here.
-
-    Args:
-        left: runs that were asked for and are not done; of loaded records, those that others have and a method lacks.
-        left_out: records of other settings that lie beside these.
-        repeat_noise: as `stats.repeat_noise` has it.
-    """
+    """One experiment as it came out here."""
 
     preset: str
     records: list[Record]
     rows: list[Row]
-    left: int
-    left_out: int = 0
-    repeat_noise: tuple[float, int] | None = None
+    left: int  # runs that were asked for and are not done; of loaded records, those that others have and a method lacks
+    left_out: int = 0  # records of other settings that lie beside these
+    repeat_noise: tuple[float, int] | None = None  # as `stats.repeat_noise` has it
 
     @property
     def encoder(self) -> str | None:
@@ -101,18 +95,16 @@ class Experiment:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        told = stats.verdict(self.rows) if self.rows else ""
         return {
-            "preset": self.preset, "paper": dict(self.paper), "encoder": self.encoder, "verdict": told,
-            "rows": [asdict(row) for row in self.rows], "left": self.left,
-            "repeat_noise": self.repeat_noise and self.repeat_noise[0],
+            "preset": self.preset, "paper": dict(self.paper), "encoder": self.encoder,
+            "verdict": stats.verdict(self.rows) if self.rows else "", "rows": [asdict(row) for row in self.rows],
+            "left": self.left, "repeat_noise": self.repeat_noise and self.repeat_noise[0],
         }  # fmt: skip
 
 
 def experiments(
-    configs: Sequence[Config], names: str | None, out: Path, *, seeds: Sequence[int] | None = None,
-    at_once: int | None = None, budget: float | None = None, command: str = "", repeats: int = 0,
-    on_event: Callable[[str, Event], None] = lambda _, __: None,
+    configs: Sequence[Config], names: str | None, out: Path, *, seeds: Sequence[int] = (), budget: float | None = None,
+    on_event: Callable[[str, Event], None] = lambda _, __: None, **how: Any,
 ) -> list[Experiment]:  # fmt: skip
     """Run what has no record yet of each experiment, in turn, and return what there is.
 
@@ -121,20 +113,31 @@ def experiments(
         out: each experiment has a folder of its own in it.
         seeds: unless told 0 to 4, and 0 to 2 where a run takes minutes.
         budget: seconds that nothing is begun to exceed. The same call goes on where it left off.
+        how: as `compare` takes it.
     """
     deadline = None if budget is None else time.monotonic() + budget
-    asked = [(config, methods(names, config), seeds or usual_seeds(config.preset)) for config in configs]
+    asked = [
+        (config, methods(names, config), seeds or usual_seeds(config.preset), out / config.preset) for config in configs
+    ]
     for each in asked:
-        _require_data(*each, out)
+        _require_data(*each)
     done = []
-    for config, chosen, each_seed in asked:
-        found = compare.compare(
-            config, chosen, each_seed, out / config.preset, at_once=at_once, deadline=deadline, command=command,
-            repeats=repeats, on_event=partial(on_event, config.preset),
-        )  # fmt: skip
+    for each in asked:
+        name = each[0].preset
+        found = compare.compare(*each, deadline=deadline, on_event=partial(on_event, name), **how)
         rows = stats.summarize(found.records)
-        done.append(Experiment(preset=config.preset, records=found.records, rows=rows, left=found.left))
+        done.append(Experiment(preset=name, records=found.records, rows=rows, left=found.left))
     return corrected(done)
+
+
+def _require_data(config: Config, *asked: Any) -> None:
+    """Refuse an experiment that has runs left and no data, before another one is trained for hours."""
+    try:
+        stored.require_there(config.data)
+    except DataError:
+        # Records that are complete do without their data. A deadline that is over begins no run.
+        if compare.compare(config, *asked, at_once=1, deadline=-math.inf).left:
+            raise
 
 
 def corrected(found: Sequence[Experiment]) -> list[Experiment]:
@@ -143,29 +146,16 @@ def corrected(found: Sequence[Experiment]) -> list[Experiment]:
     return [replace(one, rows=rows) for one, rows in zip(found, tables, strict=True)]
 
 
-def _require_data(config: Config, chosen: Sequence[Any], seeds: Sequence[int], out: Path) -> None:
-    """Refuse an experiment that has runs left and no data, before another one is trained for hours."""
-    try:
-        stored.require_there(config.data)
-    except DataError:
-        # Records that are complete do without their data. A deadline that is over begins no run.
-        if compare.compare(config, chosen, seeds, out / config.preset, at_once=1, deadline=-math.inf).left:
-            raise
-
-
 def load(out: Path, like: Sequence[Record] = ()) -> list[Experiment]:
     """The experiments whose records lie in ``out``, as `sources` finds them; of several settings the newest."""
     return corrected([_loaded(source, like) for source in sources(out)])
 
 
-def others(out: Path, names: Sequence[str]) -> list[Experiment]:
-    """What ``out`` has of experiments that are none of these."""
-    return [_loaded(source) for source in sources(out) if source != out and source.stem not in names]
-
-
-def ordered(found: Sequence[Experiment]) -> list[Experiment]:
-    """In the paper's order, others after its own, and corrected together."""
-    return corrected(sorted(found, key=lambda one: _place(one.preset)))
+def with_others(found: Sequence[Experiment], out: Path) -> list[Experiment]:
+    """These, and what else ``out`` has, in the paper's order and corrected together."""
+    names = [one.preset for one in found]
+    others = [_loaded(source) for source in sources(out) if source != out and source.stem not in names]
+    return corrected(sorted([*found, *others], key=lambda one: _place(one.preset)))
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -185,7 +175,7 @@ def sources(out: Path) -> list[Path]:
 
 
 def _loaded(source: Path, like: Sequence[Record] = ()) -> Experiment:
-    found = records.whole(source) or records.load(source)  # which complains
+    found = records.load(source)
     final = [record for record in found if record.role == "final"]
     if not final:
         return Experiment(preset=found[0].config["preset"], records=[], rows=[], left=0)

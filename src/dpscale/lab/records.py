@@ -5,7 +5,7 @@ Tables, figures and reports read records and nothing else, so any of them can be
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,9 +49,7 @@ class Record(Settings):
     noise_multiplier: Amount | None
     plan: dict[str, Any] | None
     statement: str
-    curves: dict[
-        str, list[int | float | None]
-    ]  # per epoch: epoch, train_loss, accuracy (None where it was not measured)
+    curves: dict[str, list[int | float | None]]  # by epoch: epoch, train_loss, accuracy (None where not measured)
     accuracy: Share  # at the end of the last epoch, which is fixed beforehand
     loss: Amount | None  # None if it is not finite
     seconds: Amount  # of training and of measuring its curve
@@ -75,19 +73,14 @@ class Record(Settings):
         )  # fmt: skip
 
     @property
-    def rate(self) -> float:
-        """The normalized rate."""
-        return self.choice["rate"]
-
-    @property
     def settings(self) -> str:
         """What runs must have in common to stand in one table."""
         about = [asked(self.config, self.role), self.versions["dpscale"], self.numerics, self.data.get("checksums")]
         return json.dumps(about, sort_keys=True)
 
-    def save(self, folder: Path) -> Path:
-        """Write the record into ``folder``, whole or not at all."""
-        path = file(folder, self.method, self.seed, self.key)
+    def save(self, out: Path) -> Path:
+        """Write the record into the folder of its experiment, whole or not at all."""
+        path = file(out, self.role, self.method, self.seed, self.key)
         write(path, json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         return path
 
@@ -114,9 +107,9 @@ def asked(config: Mapping[str, Any], role: str) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in left_out and not (k in _DEFAULTS and v == _DEFAULTS[k])}
 
 
-def file(folder: Path, method: str, seed: int, key: str) -> Path:
-    """Where the record of a run lies."""
-    return folder / f"{method}-seed{seed}-{key}.json"
+def file(out: Path, role: str, method: str, seed: int, key: str) -> Path:
+    """Where the record of a run lies in the folder of its experiment."""
+    return (out / "search" if role == "search" else out) / f"{method}-seed{seed}-{key}.json"
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -130,34 +123,38 @@ def read(path: Path) -> Record:
     return _record(path.read_bytes(), f"The file {path}", "run the same command again: only it is repeated")
 
 
-def load(source: Path) -> list[Record]:
-    """Every record in a folder, in the order of file names, or in one packed file; a ``ValueError`` if there is none.
-
-    A folder's own records are its ``METHOD-seedN-KEY.json``, one each, its ``*.jsonl``, packed, and those packed
-    `beside` it; those of a search lie in its folder ``search``, or packed with the others.
-    """
-    if not source.is_dir() and not _is_packed(source):
-        raise ValueError(f"There is no folder {source}. Run 'dpscale compare digits --out {source}' first.")
-    found = _found(source)
-    if not found:
-        kind = "folder" if source.is_dir() else "file"
-        raise ValueError(f"The {kind} {source} has no records. Run 'dpscale compare digits --out {source}' first.")
-    return found
-
-
 def are_in(folder: Path) -> bool:
     """Whether a folder has records, of a search at least. None is read."""
     return any(any(place.glob(names)) for place in (folder, folder / "search") for names in (NAMES, "*.jsonl"))
 
 
-def whole(folder: Path) -> list[Record]:
-    """All records of a folder or of a packed file, those of its search too, if there are any."""
-    return _found(folder) + _found(folder / "search")
-
-
 def beside(folder: Path) -> Path:
     """The file beside a folder that has records of the same experiment, packed; runs in it are not made again."""
     return folder.parent / f"{folder.name}.jsonl"
+
+
+def found_in(source: Path) -> list[Record]:
+    """Every record of a folder, or of one packed file, if there are any.
+
+    A folder's records are its ``METHOD-seedN-KEY.json``, one each, those of its search in its folder ``search``, and
+    packed ones: its ``*.jsonl``, and those `beside` it.
+    """
+    packed = [source] if source.suffix == ".jsonl" else [*sorted(source.glob("*.jsonl")), beside(source)]
+    found = [
+        _record(line, f"Line {number} of {path}", "pack the records again")
+        for path in packed if path.is_file()
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1)
+    ]  # fmt: skip
+    found += [read(path) for place in (source, source / "search") for path in sorted(place.glob(NAMES))]
+    return list({record.key: record for record in found}.values())
+
+
+def load(source: Path) -> list[Record]:
+    """The same; a ``ValueError`` if there is none."""
+    if not (found := found_in(source)):
+        what = f"{source} has no records" if source.exists() else f"There is no folder {source}"
+        raise ValueError(f"{what}. Run 'dpscale compare digits --out {source}' first.")
+    return found
 
 
 def pack(folder: Path, path: Path) -> int:
@@ -166,63 +163,29 @@ def pack(folder: Path, path: Path) -> int:
     What the file has already stays there, unless the folder has another record of the same run. Packed records are
     meant to be committed, so one that names no commit of the source is refused.
     """
-    found = whole(folder)
-    if not found:
+    if not (added := {record.key: record for record in found_in(folder)}):
         return 0
-    kept = {record.key: record for record in _unpacked(path)} if path.is_file() else {}
-    added = {record.key: record for record in found}
-    nameless = [record.method for record in added.values() if record.commit is None and kept.get(record.key) != record]
-    if nameless:
+    kept = {record.key: record for record in found_in(path)}
+    if nameless := [each for each in added.values() if each.commit is None and kept.get(each.key) != each]:
         raise ValueError(
             f"{len(nameless)} records in {folder} name no commit, so that nobody could repeat them. Run them from a "
             "git checkout of dpscale (pip install -e), and pack again."
         )
-    everything = sorted((kept | added).values(), key=_order)
-    write(path, "".join(f"{_line(record)}\n" for record in everything))
-    return len(everything)
-
-
-def _order(record: Record) -> tuple[Any, ...]:
     # Not by key, which another release may make of other parts: what was packed before stays in its line.
-    return record.role, record.method, record.seed, sorted(record.choice.items()), record.repeat, record.key
-
-
-def _line(record: Record) -> str:
-    return json.dumps(record.to_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _is_packed(source: Path) -> bool:
-    return source.suffix == ".jsonl" and source.is_file()
-
-
-def _found(source: Path) -> list[Record]:
-    """Every record of a folder or of one packed file; there may be none."""
-    if _is_packed(source):
-        return _unpacked(source)
-    loose = [read(path) for path in sorted(source.glob(NAMES))]
-    packed = [*sorted(source.glob("*.jsonl")), *([beside(source)] if beside(source).is_file() else [])]
-    return list({r.key: r for r in (*_all(packed), *loose)}.values()) if packed else loose
-
-
-def _all(paths: Iterable[Path]) -> list[Record]:
-    return [record for path in paths for record in _unpacked(path)]
-
-
-def _unpacked(path: Path) -> list[Record]:
-    return [
-        _record(line, f"Line {number} of {path}", "pack the records again")
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1)
-    ]
+    everything = sorted(
+        (kept | added).values(),
+        key=lambda r: (r.role, r.method, r.seed, sorted(r.choice.items()), r.repeat, r.key),
+    )
+    lines = (json.dumps(r.to_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":")) for r in everything)
+    write(path, "".join(f"{line}\n" for line in lines))
+    return len(everything)
 
 
 def _record(text: bytes, name: str, action: str) -> Record:
     try:
-        values = json.loads(text.decode())
-    except ValueError:
-        raise ValueError(f"{name} is not JSON (cut short, perhaps). Delete it and {action}.") from None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise ValueError(f"{name} is not a record of format {FORMAT}. Delete it and {action}.")
-    try:
+        values = json.loads(text)
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
         return Record(**values)
-    except ValueError as error:
-        raise ValueError(f"{name} is damaged: {error} Delete it and {action}.") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{name} is no record, or cut short or damaged: {error}. Delete it and {action}.") from None

@@ -15,45 +15,17 @@ from urllib.parse import quote
 import jinja2
 from markupsafe import Markup, escape
 
-from dpscale.lab import drawing, figures, paper, records, stats
-from dpscale.lab.config import METHODS, Choice
+from dpscale.lab import figures, paper, records, stats
 from dpscale.lab.figures import Picture
 from dpscale.lab.paper import Experiment
+from dpscale.lab.presets import METHODS, Choice
 from dpscale.lab.records import Record
 from dpscale.lab.stats import Row, plural
 
 NAME = "report.html"
 NOT_FINISHED = "No final run is finished yet."
-HOW_TO_DIAGNOSE = (
-    "Gradient norms, mean weights and gradient similarity were not recorded. They look past the noise, so they are not "
-    "private; on public data, --diagnostics records them."
-)
-ABOUT = (
-    "Every private method bounds how much one sample can add to a training step and then adds noise. The methods "
-    "differ in how they scale a sample's gradient. The question is which of them loses least accuracy at the same "
-    "privacy."
-)
-HOW = (
-    f"Methods are compared seed by seed, by a paired t-test at the {stats.LEVEL:.0%} level after Holm's correction "
-    "over all comparisons of this page. How close they are is said by 95% intervals."
-)
 MARK = "<!-- tables -->"
 """What stands above this line in a Markdown page was written by hand, and stays."""
-
-_TERMS = {
-    "test accuracy": "Share of test images that are classified right, mean over seeds ± 95% interval (Student's t).",
-    "paper": "What the paper reports for the same method, without an interval.",
-    "against": "Accuracy minus that of {reference} at the same seed, in points, ± 95% interval.",
-    "p": "How likely chance alone gives such a difference, after Holm's correction for having looked at so many. "
-    f"Below {stats.LEVEL:g} is taken for a difference.",
-    "ε spent": "How much privacy a run costs at the δ above: smaller is stricter, 0 would reveal nothing.",
-    "σ": "Noise multiplier: standard deviation of the noise, in units of the most that one sample can add to a step.",
-    "rate": "Learning rate × bound / γ1: how far a step goes in the end, the same scale for every method.",
-    "γ1": "Outer momentum: the velocity keeps 1 − γ1 of itself at every step.",
-    "K0": "Inner momentum: at how many earlier points a sample's gradient is taken as well.",
-    "γ0": "Weight of such a point, per step of its age.",
-    "seconds per run": "Of training and of all measurements, without the cold start.",
-}
 
 
 def write(folder: Path, like: Sequence[Record] = ()) -> tuple[Path, Experiment]:
@@ -82,11 +54,10 @@ def page(found: Sequence[Experiment]) -> str:
     overview = () if alone else (figures.forest(found), figures.beside_the_paper(found))
     return _template("report.html", autoescape=True).render(
         title=f"Private training on {alone.preset}" if alone else papers, alone=alone, found=found,
-        style=Markup(_text("report.css")), runs=sum(len(one.records) for one in found), titles=_titles(found),
-        overview=[picture for picture in overview if picture], how_to_diagnose=HOW_TO_DIAGNOSE, purpose=ABOUT, how=HOW,
-        parts={one.preset: _parts(one) for one in found if one.rows}, cells=_cells, measured=_measured, about=_about,
-        headline=headline, details=details, most=lambda one: max(len(row.seeds) for row in one.rows), svg=_svg,
-        row_of=_row_of, settings=settings, plural=plural,
+        tested_at=stats.LEVEL, style=Markup(_text("report.css")), titles=_titles(found),
+        runs=sum(len(one.records) for one in found), overview=[picture for picture in overview if picture], cells=_cells, svg=_svg,
+        about=_about, headline=headline, parts={one.preset: _parts(one) for one in found if one.rows}, details=details,
+        row_of=_row_of, most=lambda one: max(len(row.seeds) for row in one.rows), settings=settings, plural=plural,
     )  # fmt: skip
 
 
@@ -102,7 +73,10 @@ def _text(name: str) -> str:
 
 
 def _svg(picture: Picture, name: str) -> Markup:
-    return Markup(drawing.svg(picture.figure, f"{name}-{picture.name}", str(escape(picture.caption))))
+    return Markup(figures.svg(picture.figure, f"{name}-{picture.name}", str(escape(picture.caption))))
+
+
+# -- in words --------------------------------------------------------------------------------------------------
 
 
 def headline(one: Experiment) -> str:
@@ -119,13 +93,13 @@ def details(one: Experiment) -> str:
     """All of the verdict but its first sentence."""
     if not one.rows:
         return ""
-    tuned = "" if all(record.search for record in one.records) else "Rates were given, not searched."
-    repeated = ""
+    told = [stats.verdict(one.rows).replace(stats.headline(one.rows), "", 1)]
     if one.repeat_noise:
         noise, times = one.repeat_noise
-        repeated = f"One and the same run, made {times} times, differs by {100 * noise:.2f} points (repeat noise)."
-    rest = stats.verdict(one.rows).replace(stats.headline(one.rows), "", 1).split()
-    return " ".join([*rest, *repeated.split(), *tuned.split()])
+        told.append(f"One and the same run, made {times} times, differs by {100 * noise:.2f} points (repeat noise).")
+    if not all(record.search for record in one.records):
+        told.append("Rates were given, not searched.")
+    return " ".join(" ".join(told).split())
 
 
 def settings(one: Experiment) -> str:
@@ -154,11 +128,15 @@ def settings(one: Experiment) -> str:
 
 def _titles(found: Sequence[Experiment]) -> dict[str, str]:
     titles = {row.method: row.title for one in found for row in one.rows}
-    return {name: titles[name] for name in (*METHODS, *titles) if name in titles}
+    return {name: titles[name] for name in METHODS if name in titles}
 
 
 def _row_of(one: Experiment, method: str) -> Row | None:
     return next((row for row in one.rows if row.method == method), None)
+
+
+def _reference(one: Experiment) -> str | None:
+    return next((row.reference for row in one.rows if row.reference), None)
 
 
 def _about(one: Experiment) -> list[tuple[str, bool]]:
@@ -184,36 +162,27 @@ def _cells(one: Experiment, row: Row) -> dict[str, str]:
         "σ": "—" if row.noise_multiplier is None else f"{row.noise_multiplier:.3f}",
         "rate, momentum": Choice.of(row.choice).label(), "seconds per run": f"{row.seconds:.1f}",
     }  # fmt: skip
-    left_out = {} if one.paper else {"paper"}
-    left_out = left_out if reference else {*left_out, "against None", "p"}
+    left_out = {*(() if one.paper else ("paper",)), *(() if reference else ("against None", "p"))}
     return {head: cell for head, cell in cells.items() if head not in left_out}
-
-
-def _reference(one: Experiment) -> str | None:
-    return next((row.reference for row in one.rows if row.reference), None)
 
 
 def _parts(one: Experiment) -> dict[str, Any]:
     """All that the section of an experiment shows besides its rows."""
     drawn = [*filter(None, [figures.forest([one])]), *figures.pictures(one.records)]
     searches = {r.search["searched_for"]: r.search for r in one.records if r.search}
-    labels = " ".join(Choice.of(row.choice).label() for row in one.rows)
     heads = list(_cells(one, one.rows[0]))
-    shown = " ".join([*heads, labels])
+    most = max(sum(value is not None for value in record.curves["accuracy"]) for record in one.records)
     return {
         "first": [each for each in drawn if each.name in ("differences", "accuracy")],
         "more": [each for each in drawn if each.name not in ("differences", "accuracy")],
-        "diagnosed": not all(each.private for each in drawn), "heads": heads,
-        "terms": [(term, text.format(reference=_reference(one))) for term, text in _TERMS.items() if term in shown],
-        "controls": [row for row in one.rows if row.about.startswith("Control")],
-        "statements": _statements(one.rows), "searches": {_title(name): _tries(s) for name, s in searches.items()},
-        "search_note": _search_note(one, searches), "commands": _commands(one.records),
-        "facts": _facts(one.records, one.left_out),
+        "diagnosed": not all(each.private for each in drawn), "heads": heads, "reference": _reference(one),
+        "shown": " ".join([*heads, *(Choice.of(row.choice).label() for row in one.rows)]),
+        "measured": f"up to {most} times a run" if most > 1 else "once a run",
+        "controls": [row for row in one.rows if METHODS[row.method].follows], "statements": _statements(one.rows),
+        "searches": {METHODS[name].title: _tries(search) for name, search in searches.items()},
+        "search": next(iter(searches.values()), None), "alike": stats.alike(one.rows),
+        "commands": _commands(one.records), "facts": _facts(one.records, one.left_out),
     }  # fmt: skip
-
-
-def _title(method: str) -> str:
-    return METHODS[method].title if method in METHODS else method
 
 
 def _tries(search: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
@@ -221,19 +190,6 @@ def _tries(search: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
         (f"{100 * each['accuracy']:.1f}", Choice.of(each["choice"]).label(), each["choice"] == search["chosen"])
         for each in sorted(search["tries"], key=lambda each: tuple(each["choice"].values()))
     ]
-
-
-def _search_note(one: Experiment, searches: Mapping[str, Any]) -> str:
-    if not searches:
-        return ""
-    first = next(iter(searches.values()))
-    if not stats.alike(one.rows):
-        return f"The methods were not searched alike. {first['note']}"
-    epochs, seeds = first.get("epochs") or one.records[0].config["epochs"], first.get("seeds", 1)
-    return (
-        f"Every method had the same tries of {plural(epochs, 'epoch')}, the best with {plural(seeds, 'seed')}, "
-        f"measured on {100 * first['held_out']:g}% of the training data. {first['note']}"
-    )
 
 
 def _statements(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -248,20 +204,13 @@ def _statements(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return [(f"All {len(private)} private methods", "\n".join(common)), *told] if common else told
 
 
-def _measured(chosen: Sequence[Record]) -> str:
-    """How often the test data were looked at."""
-    most = max(sum(value is not None for value in record.curves["accuracy"]) for record in chosen)
-    times = f"up to {most} times a run" if most > 1 else "once a run"
-    return f"Curves are measured {times} on the test data and choose nothing."
-
-
 def _commands(chosen: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(record.command for record in chosen if record.command))
 
 
 def _facts(chosen: Sequence[Record], left_out: int) -> dict[str, str]:
     last, data = chosen[-1], chosen[-1].data
-    seconds, cold = (math.fsum(values) for values in zip(*((r.seconds, r.cold_seconds) for r in chosen), strict=True))
+    seconds, cold = math.fsum(r.seconds for r in chosen), math.fsum(r.cold_seconds for r in chosen)
     source = [f"{data['train']:,} training and {data['test']:,} test samples", *data.get("source", {}).values()]
     source += [f"features of {data['features']['encoder']}"] if "features" in data else []
     values = ", ".join(f"{k} = {v}" for k, v in last.config.items() if k not in ("rates", "preset", "note"))
@@ -271,6 +220,9 @@ def _facts(chosen: Sequence[Record], left_out: int) -> dict[str, str]:
         "finished": max(record.created for record in chosen), "settings": values,
     }  # fmt: skip
     return facts | ({"left out": f"{left_out} records of other settings in the same folder"} if left_out else {})
+
+
+# -- Markdown --------------------------------------------------------------------------------------------------
 
 
 def before_tables(path: Path) -> str:
@@ -295,7 +247,7 @@ def write_markdown(path: Path, found: Sequence[Experiment], before: str) -> None
     drawn = {f"{path.stem}.png": figures.beside_the_paper(found), f"{path.stem}-differences.png": figures.forest(found)}
     for name, picture in drawn.items():
         if picture:
-            records.write(path.parent / "figures" / name, drawing.png(picture.figure))
+            records.write(path.parent / "figures" / name, figures.png(picture.figure))
     shown = [{"caption": picture.caption, "file": quote(name)} for name, picture in drawn.items() if picture]
     text = _template("results.md").render(
         title=before, found=found, pictures=shown, titles=_titles(found), plural=plural, row_of=_row_of,

@@ -11,7 +11,7 @@ from torch import nn
 
 from dpscale import checkpoint
 from dpscale.lab import runner
-from dpscale.lab.config import METHODS, Choice, Config
+from dpscale.lab.presets import METHODS, Choice, Config
 from dpscale.ledger import Ledger
 from dpscale.plan import Plan
 from dpscale.selection import Selection

@@ -1,22 +1,26 @@
-"""Bars for people who wait at a terminal, and plain lines where there is none. All of that goes to stderr."""
+"""What a person at a terminal sees: bars while work goes on, tables after it. Bars go to stderr, tables to stdout.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+Where there is no terminal, plain lines take the place of bars.
+"""
 
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dpscale.lab.datasets import disk
+
+if TYPE_CHECKING:
+    from dpscale.lab import compare, paper, runner
+    from dpscale.lab.stats import Row
 
 
-@contextmanager
-def bar(*columns: ProgressColumn, quiet: bool) -> Iterator[Progress | None]:
-    """A bar between a description and the time left, with ``columns`` after it; None where nobody would see it."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield None
-        return
-    ends = TextColumn("{task.description}"), BarColumn(bar_width=24), TimeRemainingColumn()
-    with Progress(*ends[:2], *columns, ends[2], console=console, transient=True) as shown:
-        yield shown
+# -- bars ------------------------------------------------------------------------------------------------------
 
 
 def line(text: str) -> None:
@@ -35,3 +39,196 @@ def tenths() -> Callable[[int, int], bool]:
         return further
 
     return due
+
+
+@contextmanager
+def _bar(*columns: ProgressColumn, quiet: bool) -> Iterator[Progress | None]:
+    """A bar between a description and the time left, with ``columns`` after it; None where nobody would see it."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    ends = TextColumn("{task.description}"), BarColumn(bar_width=24), TimeRemainingColumn()
+    with Progress(*ends[:2], *columns, ends[2], console=console, transient=True) as shown:
+        yield shown
+
+
+@contextmanager
+def progress(title: str, *, quiet: bool) -> Iterator[disk.OnProgress]:
+    """A bar for each thing that takes a while; without a terminal a line at its start and at each tenth of it."""
+    dues: dict[str, Callable[[int, int], bool]] = {}
+    with _bar(TextColumn("{task.fields[state]}"), quiet=quiet) as bar:
+
+        def show(now: disk.Progress) -> None:
+            scale, unit = (1e6, "MB") if now.unit == "bytes" else (1, now.unit)
+            total = "" if now.total is None else f"/{now.total / scale:,.0f}"
+            state = f"{now.done / scale:,.0f}{total} {unit}" if now.done or now.total else ""
+            first = now.what not in dues
+            due = dues.setdefault(now.what, tenths())
+            if bar is not None:
+                task = bar.add_task(now.what, state="") if first else bar.task_ids[list(dues).index(now.what)]
+                bar.update(task, completed=now.done, total=now.total, state=state)
+            elif not quiet and now.done and now.total and (due(now.done, now.total) or first):
+                line(f"[{state}] {title}: {now.what}")
+
+        yield show
+
+
+@contextmanager
+def _counting(title: str, quiet: bool) -> Iterator[Callable[..., None] | None]:
+    """Changes a bar that counts something and has a state and a speed; None where nobody would see it."""
+    columns = MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TextColumn("{task.fields[speed]}")
+    with _bar(*columns, quiet=quiet) as bar:
+        if bar is None:
+            yield None
+        else:
+            task = bar.add_task(title, total=None, state="calibrating", speed="")
+            yield lambda **changes: bar.update(task, refresh=True, **changes)
+
+
+@contextmanager
+def run_bar(title: str, *, quiet: bool) -> "Iterator[Callable[[runner.Progress], None]]":
+    """A bar over the steps of one run: ε so far, loss, speed and time left, or what it waits for.
+
+    Without a terminal plain lines, one for each tenth of the run; silent if ``quiet``.
+    """
+    with _counting(title, quiet) as update:
+        before, start, due = 0, time.perf_counter(), tenths()
+
+        def training(now: "runner.Progress") -> str:
+            spent = now.epsilon()
+            return f"training loss {now.loss:.3f}" + ("" if spent is None else f", epsilon {spent:.2f}")
+
+        def show(now: "runner.Progress") -> None:
+            nonlocal before, start
+            if update is not None:
+                took = time.perf_counter() - start
+                speed = "" if now.step == before else f"{(now.step - before) / took:.0f} steps/s"
+                state = training(now) if speed else now.phase or "training"  # else a phase begins, or ended
+                update(completed=now.step, total=now.steps, state=state, speed=speed)
+                before, start = now.step, time.perf_counter()
+            elif now.phase:
+                line(f"{now.phase} …")
+            elif due(now.step, now.steps):
+                line(f"[epoch {now.epoch}/{now.epochs}] {title}: {training(now)}")
+
+        yield (lambda _: None) if quiet else show
+
+
+@contextmanager
+def comparison_bar(title: str, *, quiet: bool) -> "Iterator[Callable[[compare.Event], None]]":
+    """A bar over the runs of a comparison; without a terminal one plain line per run; silent if ``quiet``."""
+    from dpscale.engine.phases import listening
+
+    with _counting(title, quiet) as update:
+        start, before = time.perf_counter(), -1
+
+        def show(now: "compare.Event") -> None:
+            nonlocal before
+            if update is not None:
+                speed = {}
+                if now.record is not None:
+                    before = now.done - 1 if before < 0 else before  # found on disk, so no measure of speed
+                    per_minute = 60 * (now.done - before) / (time.perf_counter() - start)
+                    speed = {"speed": f"{per_minute:.0f} runs/min"}
+                update(completed=now.done, total=now.total, state=_result(now), **speed)
+            elif now.record is not None and not quiet:
+                line(f"[{now.done}/{now.total}] {_result(now)}")
+
+        def wait(phase: str | None) -> None:
+            if update is not None:
+                update(state=phase or "training")
+            elif phase and not quiet:
+                line(f"{phase} …")
+
+        with listening(wait):
+            yield show
+
+
+@contextmanager
+def experiments_bar(*, quiet: bool) -> "Iterator[Callable[[str, compare.Event], None]]":
+    """`comparison_bar` over several experiments, each named as its turn comes."""
+    with ExitStack() as stack:
+        bars: dict[str, Callable[[compare.Event], None]] = {}
+
+        def show(name: str, now: "compare.Event") -> None:
+            if name not in bars:
+                stack.close()
+                bars[name] = stack.enter_context(comparison_bar(name, quiet=quiet))
+            bars[name](now)
+
+        yield show
+
+
+def _result(now: "compare.Event") -> str:
+    what = f"{now.job.method}: {'search' if now.job.role == 'search' else f'seed {now.job.seed}'}"
+    if (record := now.record) is None:
+        return what
+    spent = "" if record.epsilon is None else f", epsilon {record.epsilon:.2f}"
+    rate = now.job.choice.label()
+    return f"{what}, rate {rate}, accuracy {100 * record.accuracy:.1f}%{spent}, {record.seconds:.1f} s"
+
+
+# -- tables ----------------------------------------------------------------------------------------------------
+
+
+def _table(title: str, *names: str) -> Table:
+    """An empty table that fits into 80 columns: no lines but the one below its head."""
+    shown = Table(
+        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for name in names:
+        shown.add_column(name, justify="left" if name in ("preset", "method") else "right", no_wrap=True)
+    return shown
+
+
+def comparison(title: str, rows: "Sequence[Row]") -> Table:
+    """The comparison as a table."""
+    from dpscale.lab.presets import Choice
+
+    shown = _table(title, "method", "test accuracy", "ε spent", "rate, momentum", "s/run")
+    for row in rows:
+        spent = "—" if row.epsilon is None else f"{row.epsilon:.2f}"
+        shown.add_row(row.title, row.shown, spent, Choice.of(row.choice).label(), f"{row.seconds:.1f}")
+    return shown
+
+
+def settings(found: Sequence[Mapping[str, Any]]) -> Table:
+    """The paper's settings as a table."""
+
+    def short(value: float) -> str:  # 1e-4 where Python writes 0.0001 or 1e-04
+        return f"{value:.0e}".replace("e-0", "e-") if value < 1e-2 else f"{value:g}"
+
+    title = "Settings, and the noise multiplier σ (noise std / bound) that they come to"
+    shown = _table(title, "preset", "N", "B, epochs", "r, C, s", "ε, δ", "σ PLD", "σ RDP")
+    for one in found:
+        shown.add_row(
+            one["preset"], f"{one['samples']:,}", f"{one['batch']}, {one['epochs']}",
+            f"{short(one['r'])}, {one['C']:g}, {one['s']:g}", f"{one['epsilon']:g}, {short(one['delta'])}",
+            f"{one['noise_multiplier']:.4f}", f"{one['noise_multiplier_rdp']:.4f}",
+        )  # fmt: skip
+    shown.caption = "\n".join(_frozen(one["preset"], one["encoder"]) for one in found if one["encoder"])
+    return shown
+
+
+def accuracies(found: "Sequence[paper.Experiment]") -> Table:
+    """The accuracies of all experiments, a line per method, the paper's beside ours."""
+    title = "Test accuracy, 95% intervals over seeds"
+    shown = _table(title, "preset", "method", "ours", "paper", "to DP-PSASC", "seeds")
+    for one in found:
+        for place, row in enumerate(one.rows):
+            theirs = one.paper.get(row.method)
+            paper, name = "—" if theirs is None else f"{theirs:.2f}%", "" if place else one.preset
+            shown.add_row(name, row.title, row.shown, paper, row.shown_difference, str(len(row.seeds)))
+        if not one.rows:
+            shown.add_row(one.preset, "—", "—", "—", "—", "0")
+        shown.add_section()
+    notes = [_frozen(one.preset, one.encoder) for one in found if one.encoder]
+    left = [(one.preset, f"{one.left} run{'s' if one.left > 1 else ''}") for one in found if one.left]
+    shown.caption = "\n".join([*notes, *(f"{preset}: unfinished, {runs} left" for preset, runs in left)])
+    return shown
+
+
+def _frozen(preset: str, encoder: str) -> str:
+    return f"{preset}: a linear layer on frozen features of {encoder}"

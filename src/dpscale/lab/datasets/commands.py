@@ -1,13 +1,12 @@
-"""The commands about data: list, get, import, verify. `dpscale.cli` puts them on the command line."""
+"""The commands about data: list, get, import, verify, and features. `dpscale.cli` puts them on the command line."""
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dpscale.lab.commands import Json, print_json
-from dpscale.lab.datasets.progress import progress
-from dpscale.lab.options import Folder
+from dpscale.lab.options import Device, Folder, Json, print_json
 
 Name = Annotated[
     str, typer.Argument(help="mnist, fashion-mnist, cifar10, celeba-male or imagenette.", show_default=False)
@@ -41,7 +40,7 @@ def list_(folder: Folder = None, as_json: Json = False) -> None:
 
     from dpscale.lab.datasets import stored
     from dpscale.lab.datasets.catalogue import CATALOGUE, NOTHING_NEEDED
-    from dpscale.lab.datasets.folder import data_folder
+    from dpscale.lab.datasets.disk import data_folder
 
     root = data_folder(folder)
     rows: list[dict[str, Any]] = [
@@ -75,6 +74,7 @@ def get(name: Name, folder: Folder = None, as_json: Json = False) -> None:
     """
     from dpscale.lab.datasets import obtaining
     from dpscale.lab.datasets.catalogue import NOTHING_NEEDED
+    from dpscale.lab.terminal import progress
 
     if name == NOTHING_NEEDED:
         found: dict[str, Any] = {"name": name, "fetched": False}
@@ -102,6 +102,7 @@ def import_(
       dpscale data import imagenette imagenette2-160.tgz
     """
     from dpscale.lab.datasets import obtaining
+    from dpscale.lab.terminal import progress
 
     with progress(f"import {name}", quiet=as_json) as bar:
         found = obtaining.take(name, path, folder, on_progress=bar)
@@ -125,7 +126,8 @@ def verify(
     """
     from dpscale.lab.datasets import stored
     from dpscale.lab.datasets.catalogue import CATALOGUE
-    from dpscale.lab.datasets.folder import DataError, data_folder, data_option
+    from dpscale.lab.datasets.disk import DataError, data_folder, data_option
+    from dpscale.lab.terminal import progress
 
     root = data_folder(folder)
     names = [name] if name else [known for known in CATALOGUE if stored.is_there(known, root)]
@@ -136,7 +138,7 @@ def verify(
     for each in names:
         try:
             with progress(f"verify {each}", quiet=as_json) as bar:
-                sound = stored.inspect(each, root, bar)
+                sound = stored.inspect(each, root)
                 stored.check_decoded(each, root, bar, _note)
             found.append({**sound, "ok": True})
         except (DataError, OSError) as error:
@@ -183,3 +185,51 @@ def _summary(found: dict[str, Any]) -> str:
 
 def _note(text: str) -> None:
     typer.echo(f"dpscale: {text}", err=True)
+
+
+def features(
+    dataset: Annotated[str, typer.Argument(help="Name of a data set of colour images, such as cifar10.")],
+    encoder: Annotated[str, typer.Option(help="simclrv2-r50-2x-sk1 or resnet50-imagenet.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="File of weights (.safetensors, .pth); default: in the data folder.")
+    ] = None,
+    folder: Folder = None, device: Device = None,
+    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 128,
+    size: Annotated[int, typer.Option(min=1, help="Images are resized to SIZE x SIZE.")] = 224,
+    half: Annotated[bool, typer.Option("--half", help="Store float16: half the bytes.")] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Compute the features of a data set under a frozen public encoder, once; they stay in the data folder.
+
+    \b
+    Example:
+      dpscale features cifar10 --encoder resnet50-imagenet
+      dpscale features cifar10 --encoder simclrv2-r50-2x-sk1 --checkpoint r50_2x_sk1.pth --device cuda
+    """
+    import torch
+
+    from dpscale.lab import data
+    from dpscale.lab import device as place
+    from dpscale.lab import features as lab
+    from dpscale.lab.terminal import progress
+
+    chosen = lab.encoder(encoder)  # refused before a data set is read
+    place.use(device)
+    start = time.perf_counter()
+    with progress(f"features {dataset}", quiet=as_json) as bar:
+        images = data.load(dataset, folder, on_progress=bar)
+        found = lab.extract(
+            images, chosen, folder=folder, checkpoint=checkpoint, device=place.name(), batch=batch, size=size,
+            dtype=torch.float16 if half else torch.float32, on_progress=bar,
+        )  # fmt: skip
+    seconds = round(time.perf_counter() - start, 1)
+    if as_json:
+        shapes = {"train": list(found.train.shape), "test": list(found.test.shape)}
+        told = {"shapes": shapes, "file": str(found.path), "reused": found.reused, "seconds": seconds}
+        print_json({**told, "provenance": dict(found.provenance)})
+        return
+    rows = f"{len(found.train)} + {len(found.test)} rows of {found.train.shape[1]} features"
+    what = "found, same provenance" if found.reused else "computed"
+    typer.echo(f"{dataset} under {chosen.title}: {rows}, {what}  ({seconds:.0f} s)")
+    typer.echo(f"Weights: SHA-256 {found.provenance['weights_sha256']}")
+    typer.echo(f"Features: {found.path}")

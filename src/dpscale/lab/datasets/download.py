@@ -1,17 +1,15 @@
 """Fetches one file over HTTP: goes on where it was cut, checks what it got, and names it only when it is whole."""
 
+import errno
 import http.client
 import os
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from dpscale.lab.datasets.folder import OnProgress, Progress, checksum, explained, ignore
+from dpscale.lab.datasets.disk import OnProgress, Progress, checksum, ignore
 
 TIMEOUT = 6.0
 """Seconds without a word from the server after which it counts as gone."""
@@ -39,46 +37,37 @@ def fetch(url: str, target: Path, *, md5: str | None = None, on_progress: OnProg
     Raises:
         Interrupted: nobody answers, or the connection broke too often; the next call goes on from there.
         DownloadError: the server refuses, or what it sends has another MD5; then nothing is left.
-        DiskFull: what came so far stays a ``.part``.
     """
+    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{zlib.crc32(url.encode()):08x}.part")
-    with explained(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for left in reversed(range(ATTEMPTS)):
-            try:
-                _continue(url, part, on_progress)
-                break
-            except Interrupted:
-                if not left or not part.exists():
-                    raise
-                time.sleep(PAUSE)
-        if md5 and (found := checksum(part, "md5")) != md5:
-            part.unlink()
-            raise DownloadError(f"{url} is not the right file: its MD5 is {found}, not {md5}. Nothing was kept.")
-        os.replace(part, target)
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            _continue(url, part, on_progress)
+            break
+        except Interrupted:
+            if not left or not part.exists():
+                raise
+            time.sleep(PAUSE)
+    if md5 and (found := checksum(part, "md5")) != md5:
+        part.unlink()
+        raise DownloadError(f"{url} is not the right file: its MD5 is {found}, not {md5}. Nothing was kept.")
+    os.replace(part, target)
     return target
 
 
 def _continue(url: str, part: Path, on_progress: OnProgress) -> None:
-    headers = {"Accept-Encoding": "identity", "User-Agent": "dpscale"}
+    headers = {"User-Agent": "dpscale"}
     if part.exists():
         headers["Range"] = f"bytes={part.stat().st_size}-"
-    with _opened(url, headers, part) as response:
-        resumed, length = response.status == http.client.PARTIAL_CONTENT, response.headers.get("Content-Length")
-        with part.open("ab" if resumed else "wb") as stream:
-            done = stream.tell()
-            total = done + int(length) if length else None
-            for chunk in _chunks(response, url):
-                stream.write(chunk)
-                done += len(chunk)
-                on_progress(Progress(urllib.parse.urlsplit(url).path.rsplit("/", 1)[-1], done, total))
-    if total not in (None, done):
-        raise Interrupted(f"{url} was cut after {done} of {total} bytes. The same command goes on from there.")
-
-
-def _opened(url: str, headers: dict[str, str], part: Path) -> Any:
     try:
-        return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as response:
+            resumed, length = response.status == http.client.PARTIAL_CONTENT, response.headers["Content-Length"]
+            with part.open("ab" if resumed else "wb") as stream:
+                total = stream.tell() + int(length) if length else None
+                while chunk := response.read(1 << 18):
+                    stream.write(chunk)
+                    on_progress(Progress(url.rpartition("/")[2], stream.tell(), total))
+                done = stream.tell()
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:  # whole already, or of an older, longer file
@@ -86,17 +75,10 @@ def _opened(url: str, headers: dict[str, str], part: Path) -> Any:
             raise Interrupted(f"{url} has no more than what was there. The same command begins anew.") from error
         raise DownloadError(f"{url} answers {error.code} {error.reason}.") from error
     except (OSError, http.client.HTTPException) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):  # another address would not help
+            raise
         reason = getattr(error, "reason", None) or error
         text = getattr(reason, "strerror", None) or str(reason)
-        raise Interrupted(f"{urllib.parse.urlsplit(url).netloc} cannot be reached ({text}).") from error
-
-
-def _chunks(response: Any, url: str) -> Iterator[bytes]:
-    while True:
-        try:
-            chunk = response.read(1 << 18)
-        except (OSError, http.client.HTTPException) as error:
-            raise Interrupted(f"{url} was cut ({error}). The same command goes on from there.") from error
-        if not chunk:
-            return
-        yield chunk
+        raise Interrupted(f"{url} cannot be reached, or was cut ({text}). The same command goes on.") from error
+    if total not in (None, done):
+        raise Interrupted(f"{url} was cut after {done} of {total} bytes. The same command goes on from there.")

@@ -1,6 +1,5 @@
 """Where data lie on disk, and how files get there: whole or not at all."""
 
-import errno
 import hashlib
 import logging
 import os
@@ -15,21 +14,12 @@ from pathlib import Path
 VARIABLE = "DPSCALE_DATA"
 """Environment variable that names the data folder."""
 
+Folder = str | os.PathLike[str] | None
 log = logging.getLogger("dpscale")
 
 
 class DataError(ValueError):
     """Data that are not there, or are not what they should be. The text names the file and what to do."""
-
-
-class DiskFull(OSError):
-    """No room left where data are written."""
-
-    def __init__(self, path: Path, other: str = ""):
-        super().__init__(
-            f"The disk that {path} is on is full{other}. No incomplete file was left that looks whole. "
-            f"Free some room, or choose another folder with --data or ${VARIABLE}."
-        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ def ignore(_: object) -> None:
     """What is told of progress when nobody listens."""
 
 
-def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
+def data_folder(folder: Folder = None) -> Path:
     """The folder that holds all data sets: ``folder``, else ``$DPSCALE_DATA``, else the user's cache folder."""
     return Path(folder or os.environ.get(VARIABLE) or _default()).expanduser()
 
@@ -70,14 +60,13 @@ def locked(folder: Path, name: str) -> Iterator[None]:
     """Only one process at a time writes what is called ``name`` in a folder; others wait for it, and say so."""
     from filelock import FileLock, Timeout
 
+    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / f".{name}.lock")
-    with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            log.warning("dpscale: waiting for another process, which is at work on %s in %s.", name, folder)
-            lock.acquire()
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        log.warning("dpscale: waiting for another process, which is at work on %s in %s.", name, folder)
+        lock.acquire()
     try:
         yield
     finally:
@@ -88,43 +77,18 @@ def locked(folder: Path, name: str) -> Iterator[None]:
 def staged(target: Path) -> Iterator[Path]:
     """A temporary folder that takes the place of ``target`` if the block ends well, and else vanishes.
 
-    Call it under `locked`: what an earlier process left behind is removed first. If ``target`` is a link, it stays, and
-    the folder that it leads to is replaced.
+    Call it under `locked`: what an earlier process left behind is removed first.
     """
     target = target.resolve()
-    with explained(target):
-        for stale in target.parent.glob(f".{target.name}.*.tmp"):
-            shutil.rmtree(stale, ignore_errors=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-        replaced = staging.with_suffix(".old.tmp")
-        try:
-            yield staging
-            staging.chmod(0o755)
-            if target.is_dir():
-                os.replace(target, replaced)
-            os.replace(staging, target)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-            shutil.rmtree(replaced, ignore_errors=True)
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Says in words, with what to do, that a disk is full or a file or folder cannot be used."""
-    try:
-        yield
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
-        if error.errno is None:  # in words already
-            raise
-        place = error.filename or path
-        text = (
-            f"Cannot use {place}: {error.strerror}. Change that, or choose another folder with --data or ${VARIABLE}."
-        )
-        raise type(error)(text) from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(path) from error
-        raise
+    for stale in target.parent.glob(f".{target.name}.*.tmp"):
+        shutil.rmtree(stale)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent) as around:
+        staging, replaced = Path(around, "new"), Path(around, "old")
+        staging.mkdir()
+        yield staging
+        if target.exists():
+            os.replace(target, replaced)
+        os.replace(staging, target)
 
 
 def checksum(path: Path, kind: str) -> str:
