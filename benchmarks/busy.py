@@ -38,7 +38,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)  # as in the lab
     part = args.steps // 10
-    enough = math.ceil((WARM + 11 * part) * config.batch / runner.size(config)) + 1
+    enough = math.ceil((WARM + 11 * part) * config.batch / runner.whole(config).size) + 1
     config = config.replace(epochs=max(enough, config.epochs), precision=None if device == "cuda" else "float32")
     steps = runner.steps(
         Job(config=config, method=chosen.name, seed=0, choice=config.given(chosen), noise_multiplier=1.0)

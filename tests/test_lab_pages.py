@@ -162,10 +162,15 @@ def alone(text):
     return not links and "@import" not in text and "url(http" not in text and not re.search(r"https?://", text)
 
 
+def written(folder):
+    (one,) = paper.load(folder)
+    return report.write_all(folder, [one]), one
+
+
 def test_the_report_stands_by_itself(found, tmp_path):
     for record in found:
         record.save(tmp_path)  # nothing but records: no data, no model, no search folder
-    path, one = report.write(tmp_path)
+    path, one = written(tmp_path)
     rows = one.rows
     text = path.read_text(encoding="utf-8")
     assert alone(text) and "prefers-color-scheme: dark" in text and "@media print" in text
@@ -190,13 +195,13 @@ def test_the_report_stands_by_itself(found, tmp_path):
 def test_a_report_without_diagnostics_says_how_to_get_them(found, tmp_path):
     for record in without_diagnostics(found):
         record.save(tmp_path)
-    text = report.write(tmp_path)[0].read_text(encoding="utf-8")
+    text = written(tmp_path)[0].read_text(encoding="utf-8")
     assert text.count("<svg") == 3 and "they are not private; on public data, --diagnostics records them" in text
 
 
 def test_a_single_record_makes_a_report(found, tmp_path):
     found[0].save(tmp_path)
-    path, one = report.write(tmp_path)
+    path, one = written(tmp_path)
     assert len(one.rows) == 1 and path.read_text(encoding="utf-8").count("<svg") == 1
 
 

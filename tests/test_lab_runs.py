@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,13 +11,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpscale import PSASC, Plan, Poisson, privatize
-from dpscale.engine.phases import listening
 from dpscale.lab import device, diagnostics, models, presets, provenance, runner
 from dpscale.lab.data import digits, hold_out, load
 from dpscale.lab.presets import SEARCH_SEED, Choice
 from dpscale.momentum import HeavyBall
 from dpscale.noise import Key
-from dpscale.shapes import Sizes
 from dpscale.training import Private
 
 from .helpers import vector
@@ -49,9 +46,7 @@ def test_hold_out_takes_from_the_training_data_only():
 def test_hold_out_refuses_a_fraction_outside_0_1(fraction):
     with pytest.raises(ValueError, match=r"'fraction' parameter of hold_out must be a number in \(0, 1\)"):
         hold_out(digits(), fraction)
-    with pytest.raises(
-        ValueError, match=r"samples of every class\. Got '0.2 of 30' instead\. Take more"
-    ):
+    with pytest.raises(ValueError, match=r"samples of every class\. Got '0.2 of 30' instead\. Take more"):
         hold_out(load("digits", train_size=30), 0.2)
 
 
@@ -338,60 +333,12 @@ def test_plain_runs_see_the_batches_of_private_ones():
     assert means[0] == pytest.approx(means[1], rel=1e-5)
 
 
-def test_plain_tries_on_a_gpu_have_the_shape_of_final_runs():
-    whole, part = (SimpleNamespace(train_labels=SimpleNamespace(is_cuda=True), size=n) for n in (1437, 1150))
-    final = Sizes.of(Poisson(size=1437, batch=64)).rows[-1]
-    assert runner._plain_rows(TINY, whole) == runner._plain_rows(TINY, part) == final
-    assert final > Sizes.of(Poisson(size=1150, batch=51)).rows[-1]
-    assert runner._plain_rows(TINY.replace(micro_batch=16), whole) == 16
-    part.train_labels.is_cuda = False
-    assert runner._plain_rows(TINY, part) is None
-
-
-@pytest.mark.parametrize(("drawn", "rows"), [(0, 4), (3, 4), (4, 4), (9, 4), (9, 1), (9, None)])
-def test_a_plain_batch_goes_through_in_parts_of_one_size(drawn, rows):
-    chosen = torch.arange(100, 100 + drawn)
-    parts = list(runner._parts(chosen, rows))
-    assert {len(part) for part, _ in parts} == {rows or drawn} and len(parts) == (
-        math.ceil(drawn / rows) or 1 if rows else 1
-    )
-    kept = torch.cat([part[there == 1] for part, there in parts])
-    assert torch.equal(kept, chosen) and sum(there.sum().item() for _, there in parts) == drawn
-
-
 def test_plain_training_does_not_depend_on_its_parts():
     whole, parts = (
         runner.run(job("non-private", config=TINY.replace(epochs=1, micro_batch=rows), rate=0.5)) for rows in (None, 7)
     )
     assert parts.loss == pytest.approx(whole.loss, rel=1e-4)
     assert parts.curves["train_loss"] == pytest.approx(whole.curves["train_loss"], rel=1e-4)
-
-
-def test_a_plain_run_on_a_gpu_is_compiled_and_tells_its_cold_start(monkeypatch):
-    class Cuda:
-        """Labels that say that they are on a GPU."""
-
-        is_cuda = True
-
-        def __init__(self, labels):
-            self.labels, self.device = labels, labels.device
-
-        def __getitem__(self, rows):
-            return self.labels[rows]
-
-        def __len__(self):
-            return len(self.labels)
-
-    config = TINY.replace(epochs=1, micro_batch=64)
-    data = runner.load(config, "final")
-    data = dataclasses.replace(data, train_labels=Cuda(data.train_labels))
-    asked, told, seen = [], [], []
-    monkeypatch.setattr(torch, "compile", lambda losses, **options: asked.append(options) or losses)
-    with listening(told.append):
-        for step in runner._Training(job("non-private", config=config), data, None).steps():
-            seen.append((step.loss.item(), list(told)))
-    assert asked == [{"dynamic": False}] and told == ["compiling", None]
-    assert len(seen) > 2 and all(math.isfinite(loss) and phases == told for loss, phases in seen)
 
 
 def test_an_empty_plain_batch_moves_nothing(monkeypatch):

@@ -12,7 +12,7 @@ from torch import nn
 
 import dpscale
 from dpscale.engine.reference import per_sample_gradients
-from dpscale.lab import compare, models, options, presets, records, report, runner
+from dpscale.lab import compare, models, options, paper, presets, records, report, runner
 from dpscale.lab.augment import AUGMENT, augmented
 from dpscale.lab.data import Data
 from dpscale.lab.encoders import ResNet50
@@ -262,7 +262,7 @@ def test_the_best_presets_run_from_end_to_end(name, tmp_path, monkeypatch):
     assert "seed 0" in record.statement and record.config["preset"] == name
     assert record.choice["rate"] == config.rates["dp-psac"] and math.isfinite(record.loss)
     assert ("weights_sha256" in record.data) == (name == "cifar10-best")
-    path, _ = report.write(tmp_path / name, like=found)
+    path = report.write_all(tmp_path / name, paper.load(tmp_path / name))
     assert ("2 views of each sample" in path.read_text()) == bool(config.augment)
     for loaded in (runner._whole, runner._on_device):
         loaded.cache_clear()

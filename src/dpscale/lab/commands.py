@@ -14,20 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpscale.lab.options import (
-    PRESET,
-    SETTINGS,
-    Device,
-    Folder,
-    Json,
-    Preset,
-    Values,
-    configured,
-    print_json,
-    read,
-    require_writable,
-    two_digits,
-)  # fmt: skip
+from dpscale.lab import options
+from dpscale.lab.options import PRESET, SETTINGS, Device, Folder, Json, Preset, Values, configured, read, show
 
 if TYPE_CHECKING:
     from dpscale.lab.presets import Config
@@ -52,6 +40,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say how many runs are l
 PresetList = Annotated[str | None, typer.Option("--presets", help="Comma-separated names; default: the paper's five.")]
 PaperOut = Annotated[Path, typer.Option(help="Folder of records, tables and report.")]
 
+_LEFT = "{} runs are left: the budget is spent. The same command goes on with them."
 reproduce = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -96,16 +85,12 @@ def train(
     from dpscale.lab import compare, presets, terminal
 
     chosen, folder = presets.method(method or "dp-psasc"), out or Path("runs") / config.preset
-    require_writable(folder)
+    options.require_writable(folder)
     with terminal.run_bar(chosen.title, quiet=as_json) as bar:
         record = compare.train(config, chosen, seed or 0, folder, ledger=ledger, command=_command(), on_progress=bar)
-    if as_json:
-        print_json(record.to_dict())
-        return
     spent = "" if record.epsilon is None else f", epsilon {record.epsilon:.3f} at delta {record.delta:g}"
-    typer.echo(f"{record.title}: test accuracy {100 * record.accuracy:.1f}%{spent}, {record.seconds:.1f} s")
-    typer.echo(record.statement)
-    typer.echo(f"Record in {folder}")
+    told = f"{record.title}: test accuracy {100 * record.accuracy:.1f}%{spent}, {record.seconds:.1f} s"
+    show(as_json, record.to_dict(), told, record.statement, f"Record in {folder}")
 
 
 def _train_own(
@@ -118,7 +103,7 @@ def _train_own(
         raise ValueError(f"--{name} is for presets. Leave it out, or name a preset.")
     if data is None or epsilon is None or delta is None:
         raise ValueError("Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta.")
-    require_writable(out)
+    options.require_writable(out)
     from dpscale.lab import device as place
     from dpscale.lab import own, terminal
 
@@ -128,13 +113,9 @@ def _train_own(
             str(data), target, model, test, out, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, rate=rate,
             seed=seed, ledger=ledger, on_progress=bar,
         )  # fmt: skip
-    if as_json:
-        print_json(found)
-        return
-    right = found["test_accuracy"]
-    typer.echo(f"epsilon {found['epsilon']:.3f} at delta {delta:g}" + (f", test accuracy {right:.1%}" if test else ""))
-    typer.echo(found["statement"])
-    typer.echo(f"Model, run and statement in {out}")
+    told = f"epsilon {found['epsilon']:.3f} at delta {delta:g}"
+    told += f", test accuracy {found['test_accuracy']:.1%}" if test else ""
+    show(as_json, found, told, found["statement"], f"Model, run and statement in {out}")
 
 
 def tune(
@@ -155,7 +136,7 @@ def tune(
     """
     config = configured(preset, read(values or []), data, device)
     folder = out or Path("runs") / f"{config.preset}-tuned"
-    require_writable(folder)
+    options.require_writable(folder)
     import torch
 
     from dpscale.lab import selection, terminal
@@ -171,18 +152,17 @@ def tune(
     found = selection.select(config, chosen, folder, seed, told, ledger)
     if (state := found.pop("state", None)) is not None:
         torch.save(state, folder / "model.pt")
-    if as_json:
-        print_json(found)
-    elif found["choice"] is None:
-        typer.echo("No try was drawn, which a Poisson number allows. Nothing is released.")
-    else:
-        typer.echo(f"Best: {', '.join(f'{name} {value:g}' for name, value in found['choice'].items())}")
-        typer.echo(f"Test accuracy {found['test_accuracy']:.1%}")
-        typer.echo(f"epsilon {found['epsilon']:.3f} at delta {config.delta:g} for the whole search")
-        one, every = (found[name] for name in ("epsilon_of_one_try", "epsilon_if_all_were_released"))
-        typer.echo(f"One try by itself would cost {one:.3f}, and {tries:g} that are all released {every:.3f}.")
-        typer.echo(found["statement"])
-        typer.echo(f"Model and card in {folder}")
+    if found["choice"] is None:
+        show(as_json, found, "No try was drawn, which a Poisson number allows. Nothing is released.")
+        return
+    one, every = (found[name] for name in ("epsilon_of_one_try", "epsilon_if_all_were_released"))
+    show(
+        as_json, found, f"Best: {', '.join(f'{name} {value:g}' for name, value in found['choice'].items())}",
+        f"Test accuracy {found['test_accuracy']:.1%}",
+        f"epsilon {found['epsilon']:.3f} at delta {config.delta:g} for the whole search",
+        f"One try by itself would cost {one:.3f}, and {tries:g} that are all released {every:.3f}.",
+        found["statement"], f"Model and card in {folder}",
+    )  # fmt: skip
 
 
 def compare(
@@ -200,11 +180,11 @@ def compare(
     config, start = configured(preset, read(values or []), data, device), time.perf_counter()
     from rich.console import Console
 
-    from dpscale.lab import compare, presets, report, terminal
+    from dpscale.lab import compare, paper, presets, report, terminal
 
     chosen, folder, numbers = presets.methods(methods, config), out or Path("runs") / config.preset, _seeds(seeds)
     numbers = numbers or list(range(5))
-    require_writable(folder)
+    options.require_writable(folder)
     if dry_run:
         _print_plan([(config, chosen, numbers, folder)], repeats, workers, as_json)
         return
@@ -213,22 +193,18 @@ def compare(
             config, chosen, numbers, folder, ledger=ledger, at_once=workers, command=_command(), on_event=bar,
             repeats=repeats, deadline=None if budget_minutes is None else time.monotonic() + 60 * budget_minutes,
         )  # fmt: skip
-    left = f"{done.left} runs are left: the budget is spent. The same command goes on with them."
     if not done.records:
-        typer.echo(left, err=True)
+        typer.echo(_LEFT.format(done.left), err=True)
         raise typer.Exit(1)
-    path, one = report.write(folder, like=done.records)
+    found = paper.load(folder, done.records)
+    path, one = report.write_all(folder, found), found[0]
     seconds = round(time.perf_counter() - start, 1)
-    if as_json:
-        told = {name: one.to_dict()[name] for name in ("rows", "verdict")}
-        print_json({**told, "report": str(path), "left": done.left, "seconds": seconds})
-        return
-    title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, {len(numbers)} seeds, 95% intervals"
-    Console(highlight=False).print(terminal.comparison(title, one.rows))
-    typer.echo(report.verdict(one))
-    if done.left:
-        typer.echo(left)
-    typer.echo(f"Report: {path}  ({seconds:.0f} s)")
+    if not as_json:
+        title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, {len(numbers)} seeds, 95% intervals"
+        Console(highlight=False).print(terminal.comparison(title, one.rows))
+    told = [report.verdict(one), *[_LEFT.format(done.left)] * bool(done.left), f"Report: {path}  ({seconds:.0f} s)"]
+    kept = {name: one.to_dict()[name] for name in ("rows", "verdict")}
+    show(as_json, {**kept, "report": str(path), "left": done.left, "seconds": seconds}, *told)
 
 
 def report(
@@ -238,17 +214,15 @@ def report(
     ],
     markdown: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the tables as Markdown into this file too, pictures into figures/ beside it; what is above "
-            "its line <!-- tables --> stays, and a file without that line is refused."
-        ),
+        typer.Option(help="Write the tables as Markdown into this file too, pictures into figures/ beside it; what is "
+                     "above its line <!-- tables --> stays, and a file without that line is refused."),
     ] = None,
     pack: Annotated[
         Path | None,
         typer.Option(help="Write the records into this folder too, a PRESET.jsonl each; each must name a commit."),
     ] = None,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Make report.html anew from the records in a folder.
 
     \b
@@ -271,12 +245,9 @@ def report(
         for source, one in zip(paper.sources(folder), found, strict=True):
             records.pack(source, pack / f"{one.preset}.jsonl")  # a search too that no run has followed yet
         files["records"] = pack
-    if as_json:
-        told = [one.to_dict() for one in found]
-        print_json({**(told[0] if len(told) == 1 else {"experiments": told}), **{k: str(v) for k, v in files.items()}})
-    else:
-        for name, path in files.items():
-            typer.echo(f"{name.capitalize()}: {path}")
+    each = [one.to_dict() for one in found]
+    made = (each[0] if len(each) == 1 else {"experiments": each}) | {name: str(path) for name, path in files.items()}
+    show(as_json, made, *(f"{name.capitalize()}: {path}" for name, path in files.items()))
 
 
 def presets(as_json: Json = False) -> None:
@@ -288,13 +259,10 @@ def presets(as_json: Json = False) -> None:
     """
     from dpscale.lab.presets import PRESETS
 
-    found = {name: config.to_dict() for name, config in PRESETS.items()}
-    if as_json:
-        print_json(found)
-        return
-    for name, config in found.items():
-        shown = ("epsilon", "delta", "batch", "epochs", "model", "optimizer")
-        typer.echo(f"{name:<20} {', '.join(f'{key} {config[key]}' for key in shown)}")
+    names, told = ("epsilon", "delta", "batch", "epochs", "model", "optimizer"), []
+    for name, config in PRESETS.items():
+        told.append(f"{name:<20} {', '.join(f'{key} {getattr(config, key)}' for key in names)}")
+    show(as_json, {name: config.to_dict() for name, config in PRESETS.items()}, *told)
 
 
 def methods(as_json: Json = False) -> None:
@@ -306,11 +274,8 @@ def methods(as_json: Json = False) -> None:
     """
     from dpscale.lab.presets import METHODS
 
-    if as_json:
-        print_json({name: method.title for name, method in METHODS.items()})
-        return
-    for name, method in METHODS.items():
-        typer.echo(f"{name:<20} {method.title}")
+    found = {name: method.title for name, method in METHODS.items()}
+    show(as_json, found, *(f"{name:<20} {title}" for name, title in found.items()))
 
 
 @reproduce.callback(invoke_without_command=True)
@@ -343,10 +308,7 @@ def table1(presets_: PresetList = None, as_json: Json = False) -> None:
     from dpscale.lab import paper, terminal
 
     found = paper.settings([configured(name) for name in _names(presets_)])
-    if as_json:
-        print_json(found)
-    else:
-        Console(highlight=False).print(terminal.settings(found))
+    options.print_json(found) if as_json else Console(highlight=False).print(terminal.settings(found))
 
 
 def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None, folder: str, **own: bool) -> None:
@@ -357,7 +319,7 @@ def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None,
         out: PaperOut = Path(folder), budget_minutes: Budget = None, repeats: Repeats = 0, data: Folder = None,
         device: Device = None, workers: Workers = None, dry_run: DryRun = False, as_json: Json = False,
     ) -> None:  # fmt: skip
-        require_writable(out)
+        options.require_writable(out)
         changes = {**own, **read(values or [])}
         configs = [configured(each, changes, data, device) for each in _names(presets_)]
         numbers = _seeds(seeds)
@@ -408,7 +370,9 @@ def _experiments(
         figures.write(out / one.preset / "figures", figures.pictures(one.records))
     left = sum(one.left for one in found)
     if as_json:
-        print_json({"experiments": [one.to_dict() for one in found], "left": left, "report": path and str(path)})
+        options.print_json(
+            {"experiments": [one.to_dict() for one in found], "left": left, "report": path and str(path)}
+        )
         return
     console.print(terminal.accuracies(found))
     if left:
@@ -423,15 +387,13 @@ def _print_plan(asked: Sequence[tuple[Any, ...]], repeats: int, workers: int | N
 
     rows = []
     for config, methods, seeds, out in asked:
-        found = compare.compare(config, methods, seeds, out, repeats=repeats, at_once=1, deadline=-math.inf)
-        about = two_digits(compare.minutes(config, methods, found, workers))
-        rows.append({"preset": config.preset, "runs": found.left, "minutes": about})
-    if as_json:
-        runs, minutes = (sum(row[name] for row in rows) for name in ("runs", "minutes"))
-        print_json({"plan": rows, "runs": runs, "minutes": two_digits(minutes)})
-        return
-    for row in rows:
-        typer.echo(f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes")
+        left = compare.compare(config, methods, seeds, out, repeats=repeats, at_once=1, deadline=-math.inf)
+        about = options.two_digits(compare.minutes(config, methods, left, workers))
+        rows.append({"preset": config.preset, "runs": left.left, "minutes": about})
+    runs, minutes = (sum(row[name] for row in rows) for name in ("runs", "minutes"))
+    found = {"plan": rows, "runs": runs, "minutes": options.two_digits(minutes)}
+    told = (f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes" for row in rows)
+    show(as_json, found, *told)
 
 
 def _seeds(text: str | None) -> list[int]:

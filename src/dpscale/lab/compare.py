@@ -89,7 +89,7 @@ def known(out: Path, job: Job, packed: Mapping[str, Record] | None = None) -> Re
     return found
 
 
-def attempt(job: Job, out: Path, on_progress: Callable[[Progress], None] | None = None) -> Record | None:
+def attempt(job: Job, out: Path, on_progress: Callable[[Progress], None] = lambda _: None) -> Record | None:
     """Do a run and save its record in ``out``; None if another process has it under way.
 
     A claim is a lock that ends with this process, however it ends. What another process has recorded by now is taken.
@@ -114,7 +114,7 @@ def attempt(job: Job, out: Path, on_progress: Callable[[Progress], None] | None 
             claim.parent.rmdir()
 
 
-def _run(job: Job, on_progress: Callable[[Progress], None] | None) -> Record:
+def _run(job: Job, on_progress: Callable[[Progress], None]) -> Record:
     """The run, after which its memory is free for others, also if there was not enough of it."""
     try:
         return runner.run(job, on_progress)
@@ -211,8 +211,9 @@ class Queue:
             self.noise_multiplier = runner.calibrate(jobs[0].config)
         jobs = [replace(job, noise_multiplier=self.noise_multiplier or 0.0) for job in jobs]
         if self.workers > 1 and device.on_gpu():
-            workers.compile_ahead([job for job in jobs if workers.step_of(job) not in self.compiled])
-            self.compiled |= {workers.step_of(job) for job in jobs}
+            private = [job for job in jobs if METHODS[job.method].rule]
+            workers.compile_ahead([job for job in private if workers.step_of(job) not in self.compiled])
+            self.compiled |= {workers.step_of(job) for job in private}
         return jobs
 
     def _fits(self, job: Job) -> bool:
@@ -224,15 +225,12 @@ class Queue:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """The final records in the order of tables, how many runs a deadline left undone, and in what time they go.
+    """What came of a comparison."""
 
-    ``pace`` is in seconds per unit of ``work`` of one process, None if no run has told it yet.
-    """
-
-    records: list[Record]
-    left: int
-    work: float = 0.0
-    pace: float | None = None
+    records: list[Record]  # final ones, in the order of tables
+    left: int  # runs that a deadline left undone
+    work: float = 0.0  # of those
+    pace: float | None = None  # seconds per unit of work of one process; None if no run has told it yet
 
 
 def compare(
@@ -273,36 +271,28 @@ def compare(
         done = [record for record in queue.run(jobs, pool) if not record.repeat]
     order = [method.name for method in methods]
     done.sort(key=lambda record: (order.index(record.method), record.seed))
-    # What cannot be said yet: final runs whose choice is open, and tries that follow the first ones.
-    later = [(method, "final", 1) for method, *_ in runs if method.source.name not in chosen]
-    later += [(each, "search", _planned(config, each) - len(config.tries(each)))
-              for each in sources if each.name not in chosen]  # fmt: skip
-    open_ = (count * work(replace(asked, method=each.name, role=role, choice=config.tries(each)[0]))  # type: ignore[arg-type]
-             for each, role, count in later)  # fmt: skip
-    left = sum(map(work, queue.left)) + sum(open_)
-    return Compared(records=done, left=queue.total - queue.done, work=left, pace=queue.pace)
+    # Final runs whose choice is open, and tries that follow the first ones, are not in the queue yet.
+    left = queue.total - queue.done
+    usual = statistics.fmean(work(replace(asked, method=each.name, choice=config.tries(each)[0])) for each in methods)
+    open_ = (left - len(queue.left)) * usual
+    return Compared(records=done, left=left, work=sum(map(work, queue.left)) + open_, pace=queue.pace)
 
 
 def minutes(config: Config, methods: Sequence[Method], found: Compared, at_once: int | None = None) -> float:
     """About how long the runs that are left take. Unless a run has told its pace, a few steps are timed."""
-    if not found.left:
-        return 0.0
-    pace = found.pace if found.pace is not None else _timed(config, methods[0])
-    return found.work * pace / (at_once or workers.fitting(config)) / 60
-
-
-def _timed(config: Config, method: Method) -> float:
-    """Seconds per unit of work, from a few steps."""
-    choice = config.tries(method)[0]
-    job = Job(config=config, method=method.name, seed=SEARCH_SEED, choice=choice, noise_multiplier=1.0)
-    ends = [time.perf_counter() for _ in itertools.islice(runner.steps(job), 6)]
-    step = statistics.median(after - before for before, after in itertools.pairwise(ends)) if len(ends) > 1 else 0.0
-    return step * runner.sampling(config).steps(config.epochs) / work(job)
+    pace = found.pace
+    if pace is None and found.left:
+        choice = config.tries(methods[0])[0]
+        job = Job(config=config, method=methods[0].name, seed=SEARCH_SEED, choice=choice, noise_multiplier=1.0)
+        ends = [time.perf_counter() for _ in itertools.islice(runner.steps(job), 6)]
+        took = [after - before for before, after in itertools.pairwise(ends)] or [0.0]
+        pace = statistics.median(took) * (runner.planned(config).steps or 0) / work(job)
+    return found.work * (pace or 0.0) / (at_once or workers.fitting(config)) / 60
 
 
 def train(
     config: Config, method: Method, seed: int, out: Path, *, ledger: Path | None = None, command: str = "",
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Record:  # fmt: skip
     """One run at the preset's rates, its record saved in ``out``; repeated only if there is no record yet."""
     config = config.replace(tune=False)
@@ -353,7 +343,7 @@ def _search(
             queue.total, planned = queue.total + max(0, counted - planned), max(counted, planned)
             jobs.sort(key=lambda job: (-job.points, job.seed))
             for record in queue.run(jobs, pool):
-                done.setdefault((record.method, Choice.of(record.choice)), []).append(record)
+                done.setdefault((record.method, Choice.model_validate(record.choice)), []).append(record)
         chosen, found = _best(config, sources, done)
         grid = _wider(config.grid, [choice.rate for choice in chosen.values()])
         if len(chosen) < len(sources) or grid == config.grid or round_ == config.widen:

@@ -1,8 +1,6 @@
 """Data that the experiments train on, as tensors that stay on one device."""
 
-import functools
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,8 +10,8 @@ from torch import Tensor
 
 from dpscale.checks import require, require_count, require_probability
 from dpscale.lab.datasets import stored
-from dpscale.lab.datasets.catalogue import CATALOGUE, find
-from dpscale.lab.datasets.disk import OnProgress, ignore
+from dpscale.lab.datasets.catalogue import NOTHING_NEEDED, find
+from dpscale.lab.datasets.disk import Folder, OnProgress, ignore
 
 _SPLIT_SEED = 0  # which images are test images: one fixed choice, the same in every experiment
 _HOLD_OUT_SEED = 1
@@ -21,21 +19,15 @@ _HOLD_OUT_SEED = 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
-    """A training set and a set to measure on: images ``(N, channels, height, width)``, labels ``(N,)`` int64.
-
-    Args:
-        train_images, test_images: uint8, 0 to 255; of the digits float32 in [0, 1]. They may be mapped from a file.
-        classes: how many there are; labels go from 0 to ``classes - 1``.
-        provenance: ``name``, ``source``, ``checksums`` of the files, and ``train_size`` if only a part was taken.
-    """
+    """A training set and a set to measure on."""
 
     name: str
-    train_images: Tensor
-    train_labels: Tensor
-    test_images: Tensor
+    train_images: Tensor  # (N, channels, height, width): uint8, 0 to 255; of the digits float32 in [0, 1]
+    train_labels: Tensor  # int64, from 0 to classes - 1
+    test_images: Tensor  # images may be mapped from a file
     test_labels: Tensor
     classes: int
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # name, source, checksums; train_size of a part
 
     @property
     def size(self) -> int:
@@ -48,22 +40,13 @@ class Data:
         return replace(self, **moved)
 
 
-def load(
-    name: str, folder: str | os.PathLike[str] | None = None, *, train_size: int | None = None,
-    on_progress: OnProgress = ignore,
-) -> Data:  # fmt: skip
-    """A data set by name, checked against its checksums.
+def load(name: str, folder: Folder = None, *, train_size: int | None = None, on_progress: OnProgress = ignore) -> Data:
+    """A data set by name, checked against its checksums; or only its first ``train_size`` training samples.
 
-    Args:
-        name: one of `DATA`.
-        folder: the data folder; default: ``$DPSCALE_DATA``, else the user's cache folder.
-        train_size: take only the first so many training samples.
-        on_progress: told of `dpscale.lab.datasets.disk.Progress` while images are decoded, which is done once.
-
-    Raises:
-        DataError: a ``ValueError`` that names the file, what is wrong with it, and the command that mends it.
+    The data folder is ``folder``, else ``$DPSCALE_DATA``, else the user's cache folder. A `DataError` names the file,
+    what is wrong with it, and the command that mends it.
     """
-    if name == "digits":
+    if name == NOTHING_NEEDED:
         data = digits()
     else:
         train, test, provenance = stored.read(name, folder, on_progress)
@@ -72,7 +55,15 @@ def load(
             name=name, train_images=train_images, train_labels=train_labels, test_images=test_images,
             test_labels=test_labels, classes=len(find(name).classes), provenance=provenance,
         )  # fmt: skip
-    return data if train_size is None else _first(data, train_size)
+    if train_size is None:
+        return data
+    require_count("load", "train_size", train_size)
+    action = f"{data.name} has so many training samples."
+    require(train_size <= data.size, "load", "train_size", f"an integer <= {data.size}", train_size, action)
+    return replace(
+        data, train_images=data.train_images[:train_size], train_labels=data.train_labels[:train_size],
+        provenance={**data.provenance, "train_size": train_size},
+    )  # fmt: skip
 
 
 def digits() -> Data:
@@ -117,16 +108,6 @@ def hold_out(data: Data, fraction: float, split: int = 0) -> Data:
     )  # fmt: skip
 
 
-def _first(data: Data, train_size: int) -> Data:
-    require_count("load", "train_size", train_size)
-    action = f"{data.name} has so many training samples."
-    require(train_size <= data.size, "load", "train_size", f"an integer <= {data.size}", train_size, action)
-    return replace(
-        data, train_images=data.train_images[:train_size], train_labels=data.train_labels[:train_size],
-        provenance={**data.provenance, "train_size": train_size},
-    )  # fmt: skip
-
-
 def _stratified(labels: np.ndarray, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     # scikit-learn's own splitter, so that anybody can repeat the split with one familiar call.
     from sklearn.model_selection import train_test_split
@@ -135,7 +116,3 @@ def _stratified(labels: np.ndarray, fraction: float, seed: int) -> tuple[Tensor,
     parts = train_test_split(np.arange(len(labels)), test_size=size, random_state=seed, stratify=labels)
     train, rest = (torch.from_numpy(np.sort(part)) for part in parts)
     return train, rest
-
-
-DATA: dict[str, Callable[[], Data]] = {"digits": digits, **{name: functools.partial(load, name) for name in CATALOGUE}}
-"""Every data set by name, from the default data folder."""

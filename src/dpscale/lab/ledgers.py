@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpscale.lab.options import Json, print_json
+from dpscale.lab.options import show as show_
 
 if TYPE_CHECKING:
     from dpscale.ledger import Ledger, Run
@@ -53,10 +54,8 @@ def create(
     if path.exists():
         raise ValueError(f"{path} is there already. dpscale ledger show {path}")
     made = Ledger(path, epsilon=epsilon, delta=delta)
-    if as_json:
-        print_json({"path": str(made.path), "epsilon": made.epsilon, "delta": made.delta})
-    else:
-        typer.echo(f"{made.path}: epsilon {made.epsilon:g} at delta {made.delta:g}")
+    told = f"{made.path}: epsilon {made.epsilon:g} at delta {made.delta:g}"
+    show_(as_json, {"path": str(made.path), "epsilon": made.epsilon, "delta": made.delta}, told)
 
 
 @ledger.command()
@@ -124,11 +123,10 @@ def _row(book: "Ledger", run: "Run") -> dict[str, Any]:
 
 def _print_table(rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    shown = Table(box=None, pad_edge=False)
-    for name in ("run", "sampler, σ", "steps", "again", "crash", "ε alone"):
-        shown.add_column(name, justify="right" if name in ("again", "crash", "ε alone") else "left")
+    numbers = (Column(name, justify="right") for name in ("again", "crash", "ε alone"))
+    shown = Table("run", "sampler, σ", "steps", *numbers, box=None, pad_edge=False, caption_justify="left")
     for row in rows:
         shown.add_row(
             row["run"] + (" (going on)" if row["live"] else ""), f"{row['sampler']}, {row['noise_multiplier']:.4g}",
@@ -139,7 +137,6 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
         "steps: charged of planned, in so many stretches; again: of them, taken again after a checkpoint was loaded; "
         "crash: reserved by a process that was killed"
     )
-    shown.caption_justify = "left"
     Console(highlight=False).print(shown)
 
 

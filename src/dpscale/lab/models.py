@@ -19,22 +19,16 @@ Layer = Callable[[], nn.Module]
 
 
 def digits_cnn(shape: Shape = (1, 8, 8), classes: int = 10) -> nn.Sequential:
-    """A CNN for 8×8 images: two convolutions with GroupNorm and ReLU, and one linear layer; 5,746 parameters.
-
-    Small, because noise is added to every parameter; GroupNorm, because it normalizes within one sample and does
-    better in a hundred noisy steps than tanh; no pooling before the linear layer, which cost 4 points.
-    """
+    """A CNN for 8×8 images, 5,746 parameters: small, because noise is added to every parameter; with GroupNorm, which
+    normalizes within one sample and does better in a hundred noisy steps than tanh; pooling would cost 4 points."""
     first = nn.Conv2d(shape[0], 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU()
     second = nn.Conv2d(8, 24, 3, stride=2, padding=1), nn.GroupNorm(4, 24), nn.ReLU()  # 8×8 -> 4×4
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(384, classes))
 
 
 def paper_cnn(shape: Shape = (1, 28, 28), classes: int = 10) -> nn.Sequential:
-    """The paper's CNN for 28×28 images: four convolutions and one linear layer, tanh between.
-
-    The paper gives no widths; these are ours: 30,650 parameters. The first two layers follow its lineage (Tramèr &
-    Boneh), padded by one more so that the map stays even.
-    """
+    """The paper's CNN for 28×28 images: four convolutions and one linear layer, tanh between. The widths are ours. The
+    first two layers follow its lineage (Tramèr & Boneh), padded by one more so that the map stays even."""
     return nn.Sequential(
         nn.Conv2d(shape[0], 16, 8, stride=2, padding=3), nn.Tanh(),  # 28 -> 14
         nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(),  # 14 -> 6
@@ -62,10 +56,7 @@ def normed_cnn(
     """Four convolutions and one linear layer again, wider, with GroupNorm and ELU: 75,626 parameters.
 
     The paper leaves all but the number of layers open. This one was chosen among nine on held-out training images.
-
-    Args:
-        factor: multiplies what the linear layer sees. Noise is the same for every parameter, so this decides how much
-            of a sample's bounded gradient is the linear layer's.
+    ``factor`` multiplies what the linear layer sees, and so its share of a sample's bounded gradient.
     """
 
     def conv(inputs: int, outputs: int, *, pool: bool = True) -> list[nn.Module]:
@@ -103,8 +94,7 @@ def resnet9(
 ) -> nn.Sequential:
     """ResNet9 with GroupNorm, for images of any size from 16 up: eight convolutions and one linear layer.
 
-    Args:
-        scale_norm: normalize the sum of a residual block too, whose two summands differ in scale (Klause et al., 2022).
+    ``scale_norm`` normalizes the sum of a residual block too, whose summands differ in scale (Klause et al., 2022).
     """
 
     def normed(channels: int) -> nn.GroupNorm:
@@ -145,11 +135,8 @@ class Sum(nn.Module):
 
 
 def scatter_deep(shape: Shape = (81, 7, 7), classes: int = 10, *, linear: bool = False) -> nn.Sequential:
-    """For scattering features: GroupNorm without parameters, two convolutions and a linear layer.
-
-    Args:
-        linear: add a linear layer on all the normalized features, which starts at zero.
-    """
+    """For scattering features: GroupNorm without parameters, two convolutions and a linear layer; with ``linear`` also
+    a linear layer on all the normalized features, which starts at zero."""
 
     def conv(inputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.GELU()]

@@ -108,6 +108,15 @@ def _require_agreement(changes: Mapping[str, Any], rate: Any) -> None:
             raise ValueError(f"Beside {what}, {name} would do nothing. Leave out one of the two.")
 
 
+def show(as_json: bool, found: Any, *lines: str) -> None:
+    """What came of a command: as JSON, or in these lines."""
+    if as_json:
+        print_json(found)
+    else:
+        for line in lines:
+            typer.echo(line)
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout; a number that JSON does not have (inf, NaN) becomes null."""
     typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))

@@ -29,13 +29,8 @@ Classes = Sequence[str] | None
 
 
 def samples(data: str, target: str | None, classes: Classes = None) -> tuple[Dataset[Any], Classes]:
-    """A dataset of (input, class), and the names of the classes, where they are known.
-
-    Args:
-        data: a table.csv, a folder of class folders, or module:function.
-        target: the column to learn, of a table or a data frame.
-        classes: those of the training data, for a test set; None: all that are there.
-    """
+    """A dataset of (input, class) from a table.csv, a folder of class folders, or module:function; and the names of the
+    classes, where they are known. For a test set, ``classes`` are those of the training data."""
     path = Path(data)
     if path.is_dir():
         files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in _IMAGES)
@@ -122,16 +117,8 @@ def train(
 ) -> dict[str, Any]:  # fmt: skip
     """Train, and write model.pt, run.ckpt and run.json into ``out``; what run.json holds.
 
-    Args:
-        data, target, model: as `samples` and `build` take them.
-        test: data to measure the accuracy on, which are published exactly.
-        out: folder.
-        epsilon, delta: the budget.
-        epochs, batch: None: as `advise` has it.
-        rate: of SGD with a bound of 1.
-        seed: None for the operating system's randomness.
-        ledger: file to book the run in.
-        on_progress: told at each hundredth of the steps.
+    Epochs and batch that are None are as `advise` has them; ``rate`` is of SGD with a bound of 1; without a seed
+    randomness is the operating system's. The accuracy on ``test`` is published exactly.
     """
     dataset, classes = samples(data, target)
     torch.manual_seed(0 if seed is None else seed)

@@ -28,16 +28,6 @@ MARK = "<!-- tables -->"
 """What stands above this line in a Markdown page was written by hand, and stays."""
 
 
-def write(folder: Path, like: Sequence[Record] = ()) -> tuple[Path, Experiment]:
-    """Make ``folder/report.html`` from one experiment's records in ``folder``; return its path and the experiment.
-
-    Of several settings in one folder, those of ``like`` are shown, and its rates, or else the newest.
-    """
-    (one,) = paper.load(folder, like)
-    records.write(folder / NAME, page([one]))
-    return folder / NAME, one
-
-
 def write_all(folder: Path, found: Sequence[Experiment]) -> Path:
     """Make ``folder/report.html`` of several experiments, and one of each in its own folder, where it has one."""
     for one in found:
@@ -55,7 +45,7 @@ def page(found: Sequence[Experiment]) -> str:
     return _template("report.html", autoescape=True).render(
         title=f"Private training on {alone.preset}" if alone else papers, alone=alone, found=found,
         tested_at=stats.LEVEL, style=Markup(_text("report.css")), titles=_titles(found),
-        runs=sum(len(one.records) for one in found), overview=[picture for picture in overview if picture], cells=_cells, svg=_svg,
+        runs=sum(len(one.records) for one in found), overview=[*filter(None, overview)], cells=_cells, svg=_svg,
         about=_about, headline=headline, parts={one.preset: _parts(one) for one in found if one.rows}, details=details,
         row_of=_row_of, most=lambda one: max(len(row.seeds) for row in one.rows), settings=settings, plural=plural,
     )  # fmt: skip
@@ -160,7 +150,7 @@ def _cells(one: Experiment, row: Row) -> dict[str, str]:
         f"against {reference}": row.shown_difference, "p": "—" if row.p_holm is None else f"{row.p_holm:.2g}",
         "ε spent": "—" if row.epsilon is None else f"{row.epsilon:.2f}",
         "σ": "—" if row.noise_multiplier is None else f"{row.noise_multiplier:.3f}",
-        "rate, momentum": Choice.of(row.choice).label(), "seconds per run": f"{row.seconds:.1f}",
+        "rate, momentum": Choice.model_validate(row.choice).label(), "seconds per run": f"{row.seconds:.1f}",
     }  # fmt: skip
     left_out = {*(() if one.paper else ("paper",)), *(() if reference else ("against None", "p"))}
     return {head: cell for head, cell in cells.items() if head not in left_out}
@@ -176,7 +166,7 @@ def _parts(one: Experiment) -> dict[str, Any]:
         "first": [each for each in drawn if each.name in ("differences", "accuracy")],
         "more": [each for each in drawn if each.name not in ("differences", "accuracy")],
         "diagnosed": not all(each.private for each in drawn), "heads": heads, "reference": _reference(one),
-        "shown": " ".join([*heads, *(Choice.of(row.choice).label() for row in one.rows)]),
+        "shown": " ".join([*heads, *(Choice.model_validate(row.choice).label() for row in one.rows)]),
         "measured": f"up to {most} times a run" if most > 1 else "once a run",
         "controls": [row for row in one.rows if METHODS[row.method].follows], "statements": _statements(one.rows),
         "searches": {METHODS[name].title: _tries(search) for name, search in searches.items()},
@@ -187,7 +177,11 @@ def _parts(one: Experiment) -> dict[str, Any]:
 
 def _tries(search: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
     return [
-        (f"{100 * each['accuracy']:.1f}", Choice.of(each["choice"]).label(), each["choice"] == search["chosen"])
+        (
+            f"{100 * each['accuracy']:.1f}",
+            Choice.model_validate(each["choice"]).label(),
+            each["choice"] == search["chosen"],
+        )
         for each in sorted(search["tries"], key=lambda each: tuple(each["choice"].values()))
     ]
 
@@ -252,6 +246,6 @@ def write_markdown(path: Path, found: Sequence[Experiment], before: str) -> None
     text = _template("results.md").render(
         title=before, found=found, pictures=shown, titles=_titles(found), plural=plural, row_of=_row_of,
         settings=settings, verdict=verdict, not_finished=NOT_FINISHED, commands=_commands, reference=_reference,
-        label=lambda choice: Choice.of(choice).label(),
+        label=lambda choice: Choice.model_validate(choice).label(),
     )  # fmt: skip
     records.write(path, text.rstrip("\n") + "\n")

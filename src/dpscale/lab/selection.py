@@ -18,30 +18,24 @@ from dpscale.selection import Selection
 from dpscale.tuning import FILE, Try, tune
 
 METHOD = METHODS["dp-psasc"]
-SHARES = 0.5, 0.7, 0.9
-"""Values of s to try."""
-GAMMAS = 0.1, 0.3
-"""Outer momenta to try where a configuration names none."""
 
 
 def space(config: Config) -> dict[str, list[float]]:
     """What is searched: the normalized rate, C, s and the outer momentum."""
-    gammas = list(config.gamma1s or GAMMAS)
-    return {"rate": list(config.grid), "C": [config.C, 4 * config.C], "s": list(SHARES), "gamma1": gammas}
+    gamma1s = list(config.gamma1s or (0.1, 0.3))
+    return {"rate": list(config.grid), "C": [config.C, 4 * config.C], "s": [0.5, 0.7, 0.9], "gamma1": gamma1s}
 
 
 def job(config: Config, choice: dict[str, Any], plan: Plan, seed: int | None) -> tuple[runner.Job, Plan]:
     """A try: what is run, and under which plan. Without a seed its noise is the operating system's."""
     one = config.replace(C=choice["C"], s=choice["s"], diagnostics=False)
-    picked = Choice(rate=choice["rate"], gamma1=choice["gamma1"], K0=None, gamma0=None)
-    rule = METHOD.scaling(one)
+    picked, rule = Choice(rate=choice["rate"], gamma1=choice["gamma1"]), METHOD.scaling(one)
     assert rule is not None and plan.noise_multiplier is not None
-    own = dataclasses.replace(plan, scaling=rule, momentum=METHOD.momentum_of(one, picked))
     made = runner.Job(
         config=one, method=METHOD.name, seed=secrets.randbits(62) if seed is None else seed, choice=picked,
         noise_multiplier=plan.noise_multiplier, role="search", fresh=seed is None,
     )  # fmt: skip
-    return made, own
+    return made, dataclasses.replace(plan, scaling=rule, momentum=METHOD.momentum_of(one, picked))
 
 
 def select(
@@ -54,7 +48,8 @@ def select(
     """
     held, whole = runner.load(config, "search"), runner.load(config, "final")
     plan = selection.calibrate(runner.planned(config, held), epsilon=config.epsilon, delta=config.delta)
-    numbers = itertools.count(_begun(folder))
+    file = folder / FILE  # tries that were begun have used their seeds
+    numbers = itertools.count(1 + (checkpoint.read(file)["begun"] if file.exists() else 0))
 
     def train(choice: dict[str, Any], plan: Plan) -> Try:
         own_seed = None if seed is None else seed + next(numbers)  # no two tries share their noise
@@ -68,7 +63,12 @@ def select(
         train, space(config), correct, plan=plan, selection=selection, folder=folder, seed=seed, on_try=on_try,
         ledger=None if ledger is None else Ledger(ledger),
     )  # fmt: skip
-    costs = _costs(config, selection, plan)
+    every = dataclasses.replace(plan, steps=round(selection.tries * (plan.steps or 0)), epochs=None)
+    costs = {
+        "epsilon": selection.epsilon(plan, config.delta), "delta": config.delta,
+        "epsilon_of_one_try": dataclasses.replace(plan, accountant="pld").epsilon(config.delta),
+        "epsilon_if_all_were_released": every.epsilon(config.delta),
+    }  # fmt: skip
     if found is None:
         return {**costs, "choice": None, "test_accuracy": None, "statement": None}
     found.card().save(folder / "card.json")
@@ -78,20 +78,4 @@ def select(
         **costs, "choice": found.choice, "score": found.score, "held_out": len(held.test_labels),
         "test_accuracy": runner.evaluate(model, whole, config)[0], "statement": found.statement,
         "noise_multiplier": plan.noise_multiplier, "state": found.state,
-    }  # fmt: skip
-
-
-def _begun(folder: Path) -> int:
-    """Number of the next try: those that were begun have used their seeds."""
-    file = folder / FILE
-    return 1 + (checkpoint.read(file)["begun"] if file.exists() else 0)
-
-
-def _costs(config: Config, selection: Selection, plan: Plan) -> dict[str, float]:
-    single = dataclasses.replace(plan, accountant="pld")
-    every = dataclasses.replace(plan, steps=round(selection.tries * (plan.steps or 0)), epochs=None)
-    return {
-        "epsilon": selection.epsilon(plan, config.delta), "delta": config.delta,
-        "epsilon_of_one_try": single.epsilon(config.delta),
-        "epsilon_if_all_were_released": every.epsilon(config.delta),
     }  # fmt: skip

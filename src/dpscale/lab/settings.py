@@ -1,7 +1,6 @@
 """Values that come from outside (options, files), checked by pydantic and refused in the library's own words."""
 
 import reprlib
-from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,11 +20,6 @@ class Settings(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise refused(error) from None
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """From plain values, as `to_dict` gives them."""
-        return cls(**values)
 
     def replace(self, **changes: Any) -> Self:
         """The same with other values, which are checked too."""

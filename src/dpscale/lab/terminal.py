@@ -3,15 +3,15 @@
 Where there is no terminal, plain lines take the place of bars.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from dpscale.lab.datasets import disk
 
@@ -41,23 +41,35 @@ def tenths() -> Callable[[int, int], bool]:
     return due
 
 
+class _Speed(ProgressColumn):
+    def __init__(self, what: str, seconds: float) -> None:
+        super().__init__()
+        self.what, self.seconds = what, seconds
+
+    def render(self, task: Task) -> Text:
+        """So many of them in so many seconds, once that is known."""
+        return Text(f"{self.seconds * task.speed:.0f} {self.what}" if task.speed else "")
+
+
 @contextmanager
-def _bar(*columns: ProgressColumn, quiet: bool) -> Iterator[Progress | None]:
-    """A bar between a description and the time left, with ``columns`` after it; None where nobody would see it."""
+def _bar(title: str, quiet: bool, *columns: ProgressColumn) -> Iterator[Callable[..., None] | None]:
+    """Changes a bar that has a state and the time left; None where nobody would see it."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield None
         return
-    ends = TextColumn("{task.description}"), BarColumn(bar_width=24), TimeRemainingColumn()
-    with Progress(*ends[:2], *columns, ends[2], console=console, transient=True) as shown:
-        yield shown
+    state, ends = TextColumn("{task.fields[state]}"), (TextColumn("{task.description}"), BarColumn(bar_width=24))
+    shown = (*ends, *columns[:1], state, *columns[1:], TimeRemainingColumn())
+    with Progress(*shown, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None, state="calibrating")
+        yield lambda **changes: bar.update(task, refresh=True, **changes)
 
 
 @contextmanager
 def progress(title: str, *, quiet: bool) -> Iterator[disk.OnProgress]:
-    """A bar for each thing that takes a while; without a terminal a line at its start and at each tenth of it."""
+    """A bar for what takes a while; without a terminal a line at its start and at each tenth of it."""
     dues: dict[str, Callable[[int, int], bool]] = {}
-    with _bar(TextColumn("{task.fields[state]}"), quiet=quiet) as bar:
+    with _bar(title, quiet) as update:
 
         def show(now: disk.Progress) -> None:
             scale, unit = (1e6, "MB") if now.unit == "bytes" else (1, now.unit)
@@ -65,25 +77,12 @@ def progress(title: str, *, quiet: bool) -> Iterator[disk.OnProgress]:
             state = f"{now.done / scale:,.0f}{total} {unit}" if now.done or now.total else ""
             first = now.what not in dues
             due = dues.setdefault(now.what, tenths())
-            if bar is not None:
-                task = bar.add_task(now.what, state="") if first else bar.task_ids[list(dues).index(now.what)]
-                bar.update(task, completed=now.done, total=now.total, state=state)
+            if update is not None:
+                update(description=now.what, completed=now.done, total=now.total, state=state)
             elif not quiet and now.done and now.total and (due(now.done, now.total) or first):
                 line(f"[{state}] {title}: {now.what}")
 
         yield show
-
-
-@contextmanager
-def _counting(title: str, quiet: bool) -> Iterator[Callable[..., None] | None]:
-    """Changes a bar that counts something and has a state and a speed; None where nobody would see it."""
-    columns = MofNCompleteColumn(), TextColumn("{task.fields[state]}"), TextColumn("{task.fields[speed]}")
-    with _bar(*columns, quiet=quiet) as bar:
-        if bar is None:
-            yield None
-        else:
-            task = bar.add_task(title, total=None, state="calibrating", speed="")
-            yield lambda **changes: bar.update(task, refresh=True, **changes)
 
 
 @contextmanager
@@ -92,27 +91,26 @@ def run_bar(title: str, *, quiet: bool) -> "Iterator[Callable[[runner.Progress],
 
     Without a terminal plain lines, one for each tenth of the run; silent if ``quiet``.
     """
-    with _counting(title, quiet) as update:
-        before, start, due = 0, time.perf_counter(), tenths()
-
-        def training(now: "runner.Progress") -> str:
-            spent = now.epsilon()
-            return f"training loss {now.loss:.3f}" + ("" if spent is None else f", epsilon {spent:.2f}")
+    with _bar(title, quiet, MofNCompleteColumn(), _Speed("steps/s", 1)) as update:
+        before, due = 0, tenths()
 
         def show(now: "runner.Progress") -> None:
-            nonlocal before, start
+            nonlocal before
             if update is not None:
-                took = time.perf_counter() - start
-                speed = "" if now.step == before else f"{(now.step - before) / took:.0f} steps/s"
-                state = training(now) if speed else now.phase or "training"  # else a phase begins, or ended
-                update(completed=now.step, total=now.steps, state=state, speed=speed)
-                before, start = now.step, time.perf_counter()
+                waits = now.phase or "training" if now.step == before else None  # a phase begins, or ended
+                update(completed=now.step, total=now.steps, state=waits or _loss(now))
+                before = now.step
             elif now.phase:
                 line(f"{now.phase} …")
             elif due(now.step, now.steps):
-                line(f"[epoch {now.epoch}/{now.epochs}] {title}: {training(now)}")
+                line(f"[epoch {now.epoch}/{now.epochs}] {title}: {_loss(now)}")
 
         yield (lambda _: None) if quiet else show
+
+
+def _loss(now: "runner.Progress") -> str:
+    spent = now.epsilon()
+    return f"training loss {now.loss:.3f}" + ("" if spent is None else f", epsilon {spent:.2f}")
 
 
 @contextmanager
@@ -120,18 +118,11 @@ def comparison_bar(title: str, *, quiet: bool) -> "Iterator[Callable[[compare.Ev
     """A bar over the runs of a comparison; without a terminal one plain line per run; silent if ``quiet``."""
     from dpscale.engine.phases import listening
 
-    with _counting(title, quiet) as update:
-        start, before = time.perf_counter(), -1
+    with _bar(title, quiet, MofNCompleteColumn(), _Speed("runs/min", 60)) as update:
 
         def show(now: "compare.Event") -> None:
-            nonlocal before
             if update is not None:
-                speed = {}
-                if now.record is not None:
-                    before = now.done - 1 if before < 0 else before  # found on disk, so no measure of speed
-                    per_minute = 60 * (now.done - before) / (time.perf_counter() - start)
-                    speed = {"speed": f"{per_minute:.0f} runs/min"}
-                update(completed=now.done, total=now.total, state=_result(now), **speed)
+                update(completed=now.done, total=now.total, state=_result(now))
             elif now.record is not None and not quiet:
                 line(f"[{now.done}/{now.total}] {_result(now)}")
 
@@ -190,7 +181,7 @@ def comparison(title: str, rows: "Sequence[Row]") -> Table:
     shown = _table(title, "method", "test accuracy", "ε spent", "rate, momentum", "s/run")
     for row in rows:
         spent = "—" if row.epsilon is None else f"{row.epsilon:.2f}"
-        shown.add_row(row.title, row.shown, spent, Choice.of(row.choice).label(), f"{row.seconds:.1f}")
+        shown.add_row(row.title, row.shown, spent, Choice.model_validate(row.choice).label(), f"{row.seconds:.1f}")
     return shown
 
 

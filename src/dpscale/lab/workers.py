@@ -84,14 +84,17 @@ def fitting(config: Config) -> int:
 
 def _room(config: Config) -> int:
     """How many runs a GPU's memory holds."""
-    each = models.memory(config.model, runner.shape(config), config.batch)  # not all go through it in parts
+    each = models.memory(
+        config.model, tuple(runner.whole(config).train_images.shape[1:]), config.batch
+    )  # not all go through it in parts
     return int(torch.cuda.mem_get_info()[0] / 2**30 / each)
 
 
 def step_of(job: Job) -> Any:
-    """What a run's compiled step depends on: its rule's formula, None without one, and the number of points."""
+    """What a private run's compiled step depends on: its rule's formula and the number of points."""
     rule = METHODS[job.method].scaling(job.config)
-    return None if rule is None else formula_of(rule), job.points
+    assert rule is not None
+    return formula_of(rule), job.points
 
 
 def compile_ahead(jobs: Sequence[Job]) -> None:

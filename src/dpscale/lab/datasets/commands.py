@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dpscale.lab.options import Device, Folder, Json, print_json
+from dpscale.lab.options import Device, Folder, Json, print_json, show
 
 Name = Annotated[
     str, typer.Argument(help="mnist, fashion-mnist, cifar10, celeba-male or imagenette.", show_default=False)
@@ -77,13 +77,12 @@ def get(name: Name, folder: Folder = None, as_json: Json = False) -> None:
     from dpscale.lab.terminal import progress
 
     if name == NOTHING_NEEDED:
-        found: dict[str, Any] = {"name": name, "fetched": False}
-        print_json(found) if as_json else typer.echo("digits is part of scikit-learn: there is nothing to get.")
+        told = "digits is part of scikit-learn: there is nothing to get."
+        show(as_json, {"name": name, "fetched": False}, told)
         return
     with progress(f"get {name}", quiet=as_json) as bar:
         found = obtaining.get(name, folder, on_progress=bar, on_note=_note)
-    there = "" if found["fetched"] else " It was there already."
-    print_json(found) if as_json else typer.echo(_summary(found) + there)
+    show(as_json, found, _summary(found) + ("" if found["fetched"] else " It was there already."))
 
 
 @data.command(name="import")
@@ -106,7 +105,7 @@ def import_(
 
     with progress(f"import {name}", quiet=as_json) as bar:
         found = obtaining.take(name, path, folder, on_progress=bar)
-    print_json(found) if as_json else typer.echo(_summary(found))
+    show(as_json, found, _summary(found))
 
 
 @data.command()
@@ -223,13 +222,11 @@ def features(
             dtype=torch.float16 if half else torch.float32, on_progress=bar,
         )  # fmt: skip
     seconds = round(time.perf_counter() - start, 1)
-    if as_json:
-        shapes = {"train": list(found.train.shape), "test": list(found.test.shape)}
-        told = {"shapes": shapes, "file": str(found.path), "reused": found.reused, "seconds": seconds}
-        print_json({**told, "provenance": dict(found.provenance)})
-        return
+    told = {"shapes": {"train": list(found.train.shape), "test": list(found.test.shape)}, "file": str(found.path),
+            "reused": found.reused, "seconds": seconds, "provenance": dict(found.provenance)}  # fmt: skip
     rows = f"{len(found.train)} + {len(found.test)} rows of {found.train.shape[1]} features"
     what = "found, same provenance" if found.reused else "computed"
-    typer.echo(f"{dataset} under {chosen.title}: {rows}, {what}  ({seconds:.0f} s)")
-    typer.echo(f"Weights: SHA-256 {found.provenance['weights_sha256']}")
-    typer.echo(f"Features: {found.path}")
+    show(
+        as_json, told, f"{dataset} under {chosen.title}: {rows}, {what}  ({seconds:.0f} s)",
+        f"Weights: SHA-256 {found.provenance['weights_sha256']}", f"Features: {found.path}",
+    )  # fmt: skip

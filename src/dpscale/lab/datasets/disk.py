@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-VARIABLE = "DPSCALE_DATA"
-"""Environment variable that names the data folder."""
-
+VARIABLE = "DPSCALE_DATA"  # environment variable that names the data folder
 Folder = str | os.PathLike[str] | None
 log = logging.getLogger("dpscale")
 

@@ -11,14 +11,9 @@ from pathlib import Path
 
 from dpscale.lab.datasets.disk import OnProgress, Progress, checksum, ignore
 
-TIMEOUT = 6.0
-"""Seconds without a word from the server after which it counts as gone."""
-
-ATTEMPTS = 5
-"""Connections in all, if the first brings something and is then cut."""
-
-PAUSE = 1.0
-"""Seconds between them."""
+TIMEOUT = 6.0  # seconds without a word from the server after which it counts as gone
+ATTEMPTS = 5  # connections in all, if the first brings something and is then cut
+PAUSE = 1.0  # seconds between them
 
 
 class DownloadError(OSError):
@@ -33,10 +28,7 @@ def fetch(url: str, target: Path, *, md5: str | None = None, on_progress: OnProg
     """Fetch ``url`` into the file ``target``; the part that an earlier call left of it is continued.
 
     A part may be of an older file at that address, so somebody must look at a checksum: here, or of what is in it.
-
-    Raises:
-        Interrupted: nobody answers, or the connection broke too often; the next call goes on from there.
-        DownloadError: the server refuses, or what it sends has another MD5; then nothing is left.
+    Of a file with another MD5 nothing is left.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{zlib.crc32(url.encode()):08x}.part")

@@ -27,7 +27,7 @@ _CHUNK = 4096
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The content of a shard; image ``i`` is ``image[offset[i]:offset[i + 1]]``."""
+    """The content of a shard."""
 
     path: Path
     image: np.ndarray
@@ -55,18 +55,13 @@ def read_shards(folder: Path, entry: Entry) -> dict[str, list[Shard]]:
     for split in dict.fromkeys((*entry.splits, *entry.counts)):
         count = max(len(list(folder.glob(f"{split}-*.npz"))), split in entry.splits)
         if count:
-            found[split] = [_read_shard(folder / shard_name(split, i), entry) for i in range(count)]
+            found[split] = [_read_shard(folder / f"{split}-{i:02d}.npz", entry) for i in range(count)]
     return found
 
 
 def labels_of(shards: Sequence[Shard]) -> np.ndarray:
     """The labels of several shards, one after the other."""
     return np.concatenate([shard.label for shard in shards])
-
-
-def shard_name(split: str, i: int) -> str:
-    """File name of the i-th shard of a split."""
-    return f"{split}-{i:02d}.npz"
 
 
 def _read_shard(path: Path, entry: Entry) -> Shard:
@@ -129,7 +124,7 @@ def pack(samples: Iterable[Encoded], entry: Entry, folder: Path, on_progress: On
         for i, start in enumerate(range(0, len(order), entry.per_shard)):
             _, labels, numbers, images = zip(*(placed[j] for j in order[start : start + entry.per_shard]), strict=True)
             np.savez(
-                folder / shard_name(split, i), image=np.frombuffer(b"".join(images), dtype=np.uint8),
+                folder / f"{split}-{i:02d}.npz", image=np.frombuffer(b"".join(images), dtype=np.uint8),
                 offset=np.cumsum([0, *map(len, images)], dtype=np.int64), label=np.array(labels, dtype=np.uint8),
                 **({} if numbers[0] is None else {"id": np.array(numbers, dtype=np.int32)}),  # type: ignore[arg-type]
             )  # fmt: skip

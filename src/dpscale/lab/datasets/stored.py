@@ -17,24 +17,7 @@ from dpscale.lab.datasets.official import Split
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-
-
-def read(name: str, folder: Folder = None, on_progress: OnProgress = ignore) -> tuple[Split, Split, dict[str, Any]]:
-    """Images, uint8 ``(N, channels, height, width)``, and int64 labels, to train and to measure on; and their origin.
-
-    Official files and shards are checked against their checksums. Shards are decoded once and then kept decoded.
-    """
-    entry, home, manifest = _opened(name, folder)
-    if entry.md5:
-        _require_files(entry, home, manifest)
-        splits = official.arrays(entry, home)
-    else:
-        splits, shards = {}, _shards(entry, home, manifest)
-        for split in entry.splits:
-            images = _decoded(entry, _decoded_file(home, manifest, split), split, shards[split], on_progress)
-            splits[split] = images, packed.labels_of(shards[split])
-    train, test = ((splits[split][0], splits[split][1].astype(np.int64)) for split in entry.splits)
-    return train, test, {"name": name, "source": manifest["source"], "checksums": manifest["files"]}
+Manifest = Mapping[str, Any]
 
 
 def is_there(name: str, folder: Folder = None) -> bool:
@@ -46,15 +29,8 @@ def require_there(name: str, folder: Folder = None) -> None:
     """Raise `DataError` unless the data folder has every file of this data set, or none is needed. None is read."""
     if name != NOTHING_NEEDED:
         entry, home, manifest = _opened(name, folder)
-        for file in manifest["files"]:
-            if not (home / file).is_file():
-                raise DataError(f"The file {home / file} is missing. {entry.repair}")
-
-
-def inspect(name: str, folder: Folder = None) -> dict[str, Any]:
-    """Check every file of a data set; samples per split and class, files and source. A `DataError` if it is broken."""
-    entry, home, manifest = _opened(name, folder)
-    return {"name": name, "folder": str(home), "source": manifest["source"], **contents(entry, home, manifest)}
+        for file in (file for file in manifest["files"] if not (home / file).is_file()):
+            raise DataError(f"The file {home / file} is missing. {entry.repair}")
 
 
 def checksums(name: str, folder: Folder = None) -> dict[str, Any] | None:
@@ -65,23 +41,26 @@ def checksums(name: str, folder: Folder = None) -> dict[str, Any] | None:
         return None
 
 
-def contents(entry: Entry, home: Path, manifest: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def inspect(name: str, folder: Folder = None) -> dict[str, Any]:
+    """Check every file of a data set; samples per split and class, files and source. A `DataError` if it is broken."""
+    entry, home, manifest = _opened(name, folder)
+    return {"name": name, "folder": str(home), "source": manifest["source"], **contents(entry, home, manifest)}
+
+
+def contents(entry: Entry, home: Path, manifest: Manifest | None = None) -> dict[str, Any]:
     """What a folder holds, after every file was checked: against ``manifest`` if there is one, and for structure."""
     if entry.md5:
+        found = {split: held[1] for split, held in _official(entry, home).items()}
         files = _official_files(entry)
-        _require_files(entry, home, {"files": files})
-        labels = {split: held[1] for split, held in official.arrays(entry, home).items()}
     else:
         shards = _shards(entry, home, manifest)
-        labels = {split: packed.labels_of(held) for split, held in shards.items()}
-        files = {
-            shard.path.name: {"sha256": disk.checksum(shard.path, "sha256"), "samples": len(shard)}
-            for held in shards.values() for shard in held
-        }  # fmt: skip
+        found = {split: packed.labels_of(held) for split, held in shards.items()}
+        each = (shard for held in shards.values() for shard in held)
+        files = {s.path.name: {"sha256": disk.checksum(s.path, "sha256"), "samples": len(s)} for s in each}
     splits = {}
-    for split, found in labels.items():
-        counts = np.bincount(found, minlength=len(entry.classes)).tolist()
-        splits[split] = {"samples": len(found), "per_class": dict(zip(entry.classes, counts, strict=True))}
+    for split, labels in found.items():
+        counts = np.bincount(labels, minlength=len(entry.classes)).tolist()
+        splits[split] = {"samples": len(labels), "per_class": dict(zip(entry.classes, counts, strict=True))}
     return {"image": list(entry.shape), "splits": splits, "files": files}
 
 
@@ -91,13 +70,13 @@ def write_manifest(entry: Entry, home: Path, source: Mapping[str, Any]) -> None:
     (home / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_manifest(entry: Entry, home: Path) -> dict[str, Any]:
+def read_manifest(entry: Entry, home: Path) -> Manifest:
     """The manifest; source and files alone if there is none and none is needed, as the checksums are known."""
     path = home / MANIFEST
     if entry.md5 and not path.exists():
         return {"source": {"how": "unknown: there is no manifest"}, "files": _official_files(entry)}
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: Manifest = json.loads(path.read_text(encoding="utf-8"))
         if (found["format"], found["name"]) == (FORMAT, entry.name):
             return found
     except (FileNotFoundError, ValueError, KeyError):
@@ -105,7 +84,7 @@ def read_manifest(entry: Entry, home: Path) -> dict[str, Any]:
     raise DataError(f"The file {path} is missing, or no manifest of {entry.name}, format {FORMAT}. {entry.repair}")
 
 
-def _opened(name: str, folder: Folder) -> tuple[Entry, Path, dict[str, Any]]:
+def _opened(name: str, folder: Folder) -> tuple[Entry, Path, Manifest]:
     root = disk.data_folder(folder)
     entry = find(name, root)
     if not is_there(name, root):
@@ -118,22 +97,37 @@ def _official_files(entry: Entry) -> dict[str, Any]:
     return {file: {"md5": md5} for file, md5 in entry.md5.items()}
 
 
-def _require_files(entry: Entry, home: Path, manifest: Mapping[str, Any]) -> None:
-    kind = "md5" if entry.md5 else "sha256"
-    for file, held in manifest["files"].items():
-        disk.require_checksum(home / file, kind, entry.md5[file] if entry.md5 else held[kind], entry.repair)
+def _official(entry: Entry, home: Path) -> dict[str, Split]:
+    for file, md5 in entry.md5.items():
+        disk.require_checksum(home / file, "md5", md5, entry.repair)
+    return official.arrays(entry, home)
 
 
-def _shards(entry: Entry, home: Path, manifest: Mapping[str, Any] | None) -> dict[str, list[packed.Shard]]:
+def _shards(entry: Entry, home: Path, manifest: Manifest | None) -> dict[str, list[packed.Shard]]:
     if manifest:
-        _require_files(entry, home, manifest)
-        for path in home.glob("*.npz"):
-            if path.name not in manifest["files"]:
-                raise DataError(f"The shard {path} is not in {home / MANIFEST}. Remove it. {entry.repair}")
+        for file, held in manifest["files"].items():
+            disk.require_checksum(home / file, "sha256", held["sha256"], entry.repair)
+        for path in (path for path in home.glob("*.npz") if path.name not in manifest["files"]):
+            raise DataError(f"The shard {path} is not in {home / MANIFEST}. Remove it. {entry.repair}")
     return packed.read_shards(home, entry)
 
 
-# -- decoded images --------------------------------------------------------------------------------------------
+# -- arrays ----------------------------------------------------------------------------------------------------
+
+
+def read(name: str, folder: Folder = None, on_progress: OnProgress = ignore) -> tuple[Split, Split, dict[str, Any]]:
+    """Images, uint8 ``(N, channels, height, width)``, and int64 labels, to train and to measure on; and their origin.
+
+    Official files and shards are checked against their checksums. Shards are decoded once and then kept decoded.
+    """
+    entry, home, manifest = _opened(name, folder)
+    splits = _official(entry, home) if entry.md5 else {}
+    for split, shards in ({} if entry.md5 else _shards(entry, home, manifest)).items():
+        if split in entry.splits:
+            images = _decoded(entry, _decoded_file(home, manifest, split), shards, on_progress)
+            splits[split] = images, packed.labels_of(shards)
+    train, test = ((splits[split][0], splits[split][1].astype(np.int64)) for split in entry.splits)
+    return train, test, {"name": name, "source": manifest["source"], "checksums": manifest["files"]}
 
 
 def check_decoded(
@@ -142,47 +136,42 @@ def check_decoded(
     """Decode images that are kept decoded once more, and replace those that differ; ``on_note`` is told of them."""
     entry, home, manifest = _opened(name, folder)
     for split, shards in ({} if entry.md5 else _shards(entry, home, manifest)).items():
-        path = _decoded_file(home, manifest, split)
-        if path.exists():
+        if (path := _decoded_file(home, manifest, split)).exists():
             kept, chunks = _mapped(path), packed.decode(shards, entry, f"checking {split}", on_progress)
             if kept is None or not all(np.array_equal(chunk, kept[end - len(chunk) : end]) for end, chunk in chunks):
                 on_note(f"The decoded images in {path} are not those of the shards. Decoding them anew.")
-                _write(path, split, shards, entry, on_progress)
+                _write(path, shards, entry, on_progress)
 
 
-def _decoded_file(home: Path, manifest: Mapping[str, Any], split: str) -> Path:
+def _decoded_file(home: Path, manifest: Manifest, split: str) -> Path:
     """Where the decoded images of a split lie. The name changes with the shards, so that old ones are not taken."""
     key = hashlib.sha256(json.dumps([manifest["files"], manifest["image"]], sort_keys=True).encode()).hexdigest()
     return home / f"{split}-{key[:16]}.npy"
 
 
-def _mapped(path: Path) -> np.ndarray | None:
+def _mapped(path: Path) -> Any:
     """The array in a file, copy on write: the file stays as it is. None if there is none, or it was cut."""
     try:
-        mapped: np.ndarray = np.load(path, mmap_mode="c")
+        return np.load(path, mmap_mode="c")
     except (FileNotFoundError, ValueError, EOFError):
         return None
-    return mapped
 
 
-def _decoded(
-    entry: Entry, path: Path, split: str, shards: Sequence[packed.Shard], on_progress: OnProgress
-) -> np.ndarray:
-    if (kept := _mapped(path)) is not None:
-        return kept
-    if not all(os.access(folder, os.W_OK) for folder in path.parents[:2]):  # that others may only read
-        return np.concatenate([chunk for _, chunk in packed.decode(shards, entry, f"decoding {split}", on_progress)])
-    with disk.locked(path.parents[1], entry.name):
-        if _mapped(path) is None:  # and was not written by another process meanwhile
-            _write(path, split, shards, entry, on_progress)
+def _decoded(entry: Entry, path: Path, shards: Sequence[packed.Shard], on_progress: OnProgress) -> np.ndarray:
+    if (kept := _mapped(path)) is None and not all(os.access(each, os.W_OK) for each in path.parents[:2]):
+        return np.concatenate([chunk for _, chunk in packed.decode(shards, entry, "decoding", on_progress)])
+    if kept is None:
+        with disk.locked(path.parents[1], entry.name):
+            if _mapped(path) is None:  # and was not written by another process meanwhile
+                _write(path, shards, entry, on_progress)
     return np.load(path, mmap_mode="c")  # type: ignore[no-any-return]
 
 
-def _write(path: Path, split: str, shards: Sequence[packed.Shard], entry: Entry, on_progress: OnProgress) -> None:
+def _write(path: Path, shards: Sequence[packed.Shard], entry: Entry, on_progress: OnProgress) -> None:
+    split, shape = path.name.partition("-")[0], (sum(map(len, shards)), *entry.shape)
     for pattern in (f"{split}-*.npy*", f".{split}-*.npy*"):  # of other shards, or left half-written
         for old in path.parent.glob(pattern):
             old.unlink()
-    shape = (sum(map(len, shards)), *entry.shape)
     with replacing(path, durable=True) as temporary, temporary.open("wb") as stream:
         np.lib.format.write_array_header_1_0(stream, {"descr": "|u1", "fortran_order": False, "shape": shape})
         for _, chunk in packed.decode(shards, entry, f"decoding {split}", on_progress):
