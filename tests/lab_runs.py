@@ -8,7 +8,7 @@ from dpscale.lab import compare, paper, presets, records, runner, stats
 from dpscale.lab.presets import Choice, methods
 
 TINY = presets.preset("digits").replace(
-    epochs=2, batch=64, grid=(0.05, 0.2), last_epochs=1, diagnostics=True, widen=0, search_seeds=2
+    epochs=2, batch=256, grid=(0.05, 0.2), last_epochs=1, diagnostics=True, widen=0, search_seeds=2
 )
 
 NAMED = "non-private,dp-sgd,dp-psasc,psac-lr-over-s"

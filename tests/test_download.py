@@ -1,4 +1,4 @@
-"""The downloader against a real server on loopback, and the registries through clients that only copy files."""
+"""The downloader against a real server on loopback."""
 
 import contextlib
 import errno
@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from dpscale.lab.datasets import download, registries
+from dpscale.lab.datasets import download
 from dpscale.lab.datasets.download import DownloadError, Interrupted, fetch
 
 BODY = bytes(range(256)) * 4000  # about a megabyte: several chunks
@@ -185,52 +185,3 @@ def test_a_disk_that_fills_up_midway_keeps_a_part_that_goes_on(server, tmp_path)
     assert names(tmp_path) == ["data.bin.X.part"]
     get(server, tmp_path)
     assert len(server.asked) == 2 and server.asked[1].startswith("bytes=")
-
-
-# -- registries ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def client(tmp_path, monkeypatch):
-    """Puts a script of some name on PATH, alone but for the system's tools."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "into").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-
-    def put(name, script):
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-        return tmp_path / "into"
-
-    return put
-
-
-def test_npm_is_asked_for_one_version_and_leaves_one_archive(client):
-    into = client("npm", 'echo "$@" > asked; echo content > some-data-1.2.3.tgz; echo a warning >&2')
-    assert registries.npm_package("some-data 1.2.3", into) == into / "some-data-1.2.3.tgz"
-    assert (into / "asked").read_text().startswith("pack some-data@1.2.3 --ignore-scripts")
-
-
-def test_a_debian_package_is_downloaded_and_unpacked_but_not_installed(client):
-    client("apt-get", 'echo "$@" > asked; echo content > some-data_1_all.deb')
-    into = client("dpkg-deb", 'mkdir -p "$3/usr/share" && cp "$2" "$3/usr/share/file" && test "$1" = -x')
-    assert (registries.debian_package("some-data", into) / "usr/share/file").read_text() == "content\n"
-    assert (into / "asked").read_text() == "download some-data\n"
-
-
-@pytest.mark.parametrize(
-    ("script", "text"),
-    [
-        ("echo no such package >&2; exit 3", "'npm pack some-data@1' failed with code 3: no such pack"),
-        ("exit 1", "failed with code 1: no message"),
-    ],
-)
-def test_what_a_client_gets_wrong_is_told(client, script, text):
-    with pytest.raises(DownloadError, match=text):
-        registries.npm_package("some-data 1", client("npm", script))
-
-
-def test_a_client_that_is_not_installed_is_told(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DownloadError, match=r"^npm is not installed\.$"):
-        registries.npm_package("some-data 1", tmp_path)

@@ -31,23 +31,19 @@ def without_diagnostics(found):
     return [record.replace(diagnostics=None) for record in found]
 
 
-def test_pictures_come_as_png_and_as_svg_in_the_pages_colours(found):
+def test_pictures_come_as_png_and_as_svg_and_say_if_they_look_past_the_noise(found, tmp_path):
     drawn = figures.pictures(found)
     assert [one.name for one in drawn] == [*PLAIN, *PAST_THE_NOISE]
+    figures.write(tmp_path, drawn)
+    assert {path.name for path in tmp_path.iterdir()} == {f"{one.name}.{s}" for one in drawn for s in ("png", "svg")}
     for one in drawn:
-        assert figures.png(one.figure, dpi=40).startswith(b"\x89PNG")
-        text = figures.svg(one.figure, "name", "what it shows")
+        assert (tmp_path / f"{one.name}.png").read_bytes().startswith(b"\x89PNG")
+        file, text = (tmp_path / f"{one.name}.svg").read_text(), figures.svg(one.figure, "name", "what it shows")
         assert text.startswith("<svg") and "var(--ink)" in text and 'aria-label="what it shows"' in text
-        assert "DP-PSASC" in text and not re.search(r'id="(?!name-)', text)
-
-
-def test_what_looks_past_the_noise_says_so_on_the_picture(found):
-    for one in figures.pictures(found):
-        marked = [
-            figures.NOT_PRIVATE in text for text in (figures.svg(one.figure, "n", "d"), figures._svg(one.figure, "n"))
-        ]
-        assert marked == [not one.private] * 2
-        assert one.private == (one.name in PLAIN)
+        assert "DP-PSASC" in text and not re.search(r'id="(?!name-)', text) and "var(--" not in file
+        assert (
+            one.private == (one.name in PLAIN) == (figures.NOT_PRIVATE not in text) == (figures.NOT_PRIVATE not in file)
+        )
     assert [one.name for one in figures.pictures(without_diagnostics(found))] == PLAIN
 
 
@@ -102,17 +98,6 @@ def test_no_two_methods_look_alike():
     assert len({str(figures.look(name, marked=True)) for name in METHODS}) == len(METHODS)
 
 
-def test_pictures_are_written_as_files(found, tmp_path):
-    figures.write(tmp_path / "figures", figures.pictures(found))
-    paths = list((tmp_path / "figures").iterdir())
-    assert {path.name for path in paths} == {f"{n}.{s}" for n in (*PLAIN, *PAST_THE_NOISE) for s in ("png", "svg")}
-    for path in paths:
-        content = path.read_bytes()
-        assert (
-            content.startswith(b"\x89PNG") if path.suffix == ".png" else b"<svg" in content and b"var(--" not in content
-        )
-
-
 def test_one_picture_sets_every_experiment_beside_the_paper(several):
     found = paper.load(several)
     shown = [one for one in found if one.rows]
@@ -133,8 +118,6 @@ def test_one_picture_sets_every_experiment_beside_the_paper(several):
             [100 * row.half_width for row in one.rows if row.method in one.paper and row.half_width is not None]
         )
     assert panels[1].get_title("left").endswith(", features of resnet50-imagenet")
-    page = report.page(found)
-    assert page.count('aria-label="Test accuracy of each method here') == 1
 
 
 def test_the_forest_shows_every_difference_with_its_interval(several):
@@ -193,16 +176,13 @@ def test_the_report_stands_by_itself(found, tmp_path):
 
 
 def test_a_report_without_diagnostics_says_how_to_get_them(found, tmp_path):
+    found[0].replace(diagnostics=None).save(tmp_path)
+    path, one = written(tmp_path)  # of a single record
+    assert len(one.rows) == 1 and path.read_text(encoding="utf-8").count("<svg") == 1
     for record in without_diagnostics(found):
         record.save(tmp_path)
     text = written(tmp_path)[0].read_text(encoding="utf-8")
     assert text.count("<svg") == 3 and "they are not private; on public data, --diagnostics records them" in text
-
-
-def test_a_single_record_makes_a_report(found, tmp_path):
-    found[0].save(tmp_path)
-    path, one = written(tmp_path)
-    assert len(one.rows) == 1 and path.read_text(encoding="utf-8").count("<svg") == 1
 
 
 @pytest.fixture
@@ -220,7 +200,13 @@ def several(found, tmp_path):
     return out
 
 
-def test_the_page_of_all_experiments_keeps_those_that_were_not_asked_for(several, tmp_path, monkeypatch):
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures of an experiment take seconds, and have tests of their own."""
+    monkeypatch.setattr(figures, "pictures", lambda _: [])
+
+
+def test_the_page_of_all_experiments_keeps_those_that_were_not_asked_for(several, tmp_path, monkeypatch, undrawn):
     out = shutil.copytree(several, tmp_path / "out")
     mnist = next(one for one in paper.load(out) if one.preset == "mnist")
     asked = []
@@ -242,10 +228,12 @@ def test_experiments_are_found_in_the_papers_order(several, folder, found):
     assert one.preset == "digits" and one.records == found and one.paper == {}
 
 
-def test_the_report_of_several_sets_the_papers_figures_beside_ours(several):
+def test_the_report_of_several_sets_the_papers_figures_beside_ours(several, monkeypatch):
+    monkeypatch.setattr(figures, "_looking_past_the_noise", lambda _: [])
     found = paper.load(several)
     text = report.write_all(several, found).read_text(encoding="utf-8")
     assert alone(text) and text.count("<h1>") == 1 and text.count("<section") == 2
+    assert text.count('aria-label="Test accuracy of each method here') == 1
     overview = text[text.index('class="cards overview"') : text.index("</table>")]
     for name in ("dp-sgd", "dp-psasc"):
         for one in found:
@@ -262,7 +250,7 @@ def test_the_report_of_several_sets_the_papers_figures_beside_ours(several):
     assert len(ids) == len(set(ids))
 
 
-def test_untuned_rates_are_said_with_the_verdict(several):
+def test_untuned_rates_are_said_with_the_verdict(several, undrawn):
     (one, *_) = paper.load(several)
     given = dataclasses.replace(one, records=[r.replace(search=None) for r in one.records])
     assert report.verdict(one) == stats.verdict(one.rows)
@@ -270,8 +258,7 @@ def test_untuned_rates_are_said_with_the_verdict(several):
     assert "The rates were given, not searched in this run" in report.page([given])
 
 
-def test_packed_experiments_make_the_same_page(several, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "pictures", lambda _: [])  # they take seconds, and have tests of their own
+def test_packed_experiments_make_the_same_page(several, tmp_path, undrawn):
     packed = tmp_path / "packed"
     for name in ("mnist", "cifar10-simclr"):
         records.pack(several / name, packed / f"{name}.jsonl")
@@ -321,7 +308,7 @@ def test_the_results_page_has_every_table(several, tmp_path):
     assert "| DP-PSASC\\* |" in page.read_text(encoding="utf-8")
 
 
-def test_a_name_from_a_record_is_no_markup(found):
+def test_a_name_from_a_record_is_no_markup(found, undrawn):
     evil = 'p"><script>alert(1)</script>&\\1'
     renamed = [r.replace(config={**r.config, "preset": evil, "note": evil}, title=evil, command=evil) for r in found]
     text = report.page([experiment(*renamed, preset=evil)])
