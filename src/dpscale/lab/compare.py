@@ -108,9 +108,10 @@ def attempt(job: Job, out: Path, on_progress: Callable[[Progress], None] = lambd
             record.save(out)
         return record
     finally:
-        lock.release()
         with suppress(OSError):
             claim.unlink()
+        lock.release()
+        with suppress(OSError):
             claim.parent.rmdir()
 
 

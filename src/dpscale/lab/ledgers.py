@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpscale.lab import options
 from dpscale.lab.options import Json, print_json
-from dpscale.lab.options import show as show_
 
 if TYPE_CHECKING:
     from dpscale.ledger import Ledger, Run
@@ -55,7 +55,7 @@ def create(
         raise ValueError(f"{path} is there already. dpscale ledger show {path}")
     made = Ledger(path, epsilon=epsilon, delta=delta)
     told = f"{made.path}: epsilon {made.epsilon:g} at delta {made.delta:g}"
-    show_(as_json, {"path": str(made.path), "epsilon": made.epsilon, "delta": made.delta}, told)
+    options.show(as_json, {"path": str(made.path), "epsilon": made.epsilon, "delta": made.delta}, told)
 
 
 @ledger.command()
@@ -154,10 +154,8 @@ def spent_over_time(book: "Ledger", runs: Sequence["Run"]) -> tuple[list[Any], l
 
 
 def _draw(path: Path, book: "Ledger", runs: Sequence["Run"]) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--picture needs matplotlib: pip install 'dpscale[lab]'") from error
+    from matplotlib.figure import Figure
+
     from dpscale.files import replacing
 
     moments, spent = spent_over_time(book, runs)

@@ -60,10 +60,7 @@ def take(name: str, path: Path, folder: Folder = None, *, on_progress: OnProgres
 def _get_from(entry: Entry, source: Source, root: Path, on_progress: OnProgress) -> None:
     downloads = root / "downloads" / entry.name
     downloads.mkdir(parents=True, exist_ok=True)
-    with (
-        disk.staged(root / entry.name) as staging,
-        tempfile.TemporaryDirectory(dir=downloads) as package,
-    ):
+    with disk.staged(root / entry.name) as staging, tempfile.TemporaryDirectory(dir=downloads) as package:
         path = _fetched(entry, source, downloads, Path(package), on_progress)
         try:
             _fill(entry, path, staging, "fetched", str(source), on_progress)
