@@ -99,6 +99,7 @@ def test_gaps_in_the_target_are_told_in_one_line(table):
         (["--data", "no_such_module:f", *BUDGET], "--data no_such_module:f cannot be imported"),
         (["--data", "TABLE", "--target", "outcome", "--model", "x", *BUDGET], "--model x must be module:function, or"),
         (["--data", "TABLE", "--target", "outcome", "--s", "0.5", *BUDGET], "--s is for presets."),
+        (["--data", "TABLE", "--target", "outcome", "--device", "abacus", *BUDGET], "'device' parameter of dpscale must be"),
         (["digits", "--target", "b"], "--target and --test are for data of your own."),
     ],
 )
