@@ -313,8 +313,20 @@ def test_what_is_wrong_is_said():
     for wrong in ({"tries": 0.5}, {"shape": -1.0}, {"score_noise": 0.0}):
         with pytest.raises(ValueError, match=f"The '{next(iter(wrong))}' parameter of Selection must be"):
             Selection(**wrong)
-    with pytest.raises(ValueError, match="The 'space' parameter of tune must be"):
-        dpscale.tune(trained, {}, lambda _: 0.0, plan=PLAN)
+    for space in ({}, [0.1, 1.0], {"rate": 0.1}, {"rate": []}, {"rate": "fast"}):
+        with pytest.raises(ValueError, match="The 'space' parameter of tune must be lists of values by name"):
+            dpscale.tune(trained, space, lambda _: 0.0, plan=PLAN)
+    with pytest.raises(ValueError, match=r"The 'train' parameter of tune must be a function. Got 'NoneType'"):
+        dpscale.tune(None, SPACE, lambda _: 0.0, plan=PLAN)
+    with pytest.raises(ValueError, match=r"The 'score' parameter of tune must be a function. Got 'int'"):
+        dpscale.tune(trained, SPACE, 5, plan=PLAN)
+    with pytest.raises(ValueError, match=r"The 'ledger' parameter of tune must be a dpscale.Ledger, or None"):
+        dpscale.tune(trained, SPACE, lambda _: 0.0, plan=PLAN, folder="x", ledger="books")
+
+
+def test_values_may_be_arrays():
+    found = dpscale.tune(trained, {"rate": np.array([0.1]), "s": (0.5,)}, lambda _: 0.0, plan=PLAN, seed=1)
+    assert found.choice == {"rate": 0.1, "s": 0.5}
 
 
 TINY = presets.PRESETS["digits"].replace(epochs=1, train_size=300)

@@ -294,7 +294,7 @@ def chosen_rows(tensors: Sequence[Tensor], draws: Iterable[Indices]) -> Iterator
 
 
 def fetched(
-    dataset: Dataset[Any], loader: Mapping[str, Any], picks: Iterable[Pick], each: int | None = None
+    dataset: Dataset[Any], loader: Mapping[str, Any], picks: Iterable[Pick], size: int, each: int | None = None
 ) -> Iterator[tuple[Pick, Any, Mapping[int, Any], Features | None]]:
     """(What was drawn, the data of it, some samples collated alone, what tells its samples apart if not seen there.)
 
@@ -304,6 +304,7 @@ def fetched(
         dataset: of rows.
         loader: options.
         picks: of each draw.
+        size: of the dataset, as it was and must stay.
         each: rows of a person; None where samples are no people.
     """
     waiting: list[Pick] = []
@@ -311,6 +312,11 @@ def fetched(
 
     def rows() -> Iterator[Indices]:
         for pick in picks:
+            if (now := len(dataset)) != size:  # type: ignore[arg-type]
+                raise ValueError(
+                    f"The dataset had {size} samples when the run was planned, and has {now} now. Sampling and "
+                    "accounting rely on its size: add or remove samples between runs."
+                )
             waiting.append(pick)
             yield pick.rows
 

@@ -266,6 +266,8 @@ class Ledger:
 
     def _make(self, epsilon: float | None, delta: float | None) -> None:
         """Make the file if it is not there, and check that it is a ledger."""
+        action = "It is a folder: name a file in it."
+        require(not self.path.is_dir(), "Ledger", "path", "of a file", str(self.path), action)
         if not self.path.exists() or self._look() == (0, 0, 0):  # or one that was killed while it was made
             for name, value in (("epsilon", epsilon), ("delta", delta)):
                 must, action = f"given: there is no ledger {self.path} yet", "Give the total of all runs, once."

@@ -116,16 +116,24 @@ def _log_rates(model: nn.Module, optimizer: Optimizer, plan: Plan) -> None:
                  highest * factor, optimizer.param_groups[0]["lr"])  # fmt: skip
 
 
-def taken_apart(data: Any, target: str | None = None) -> tuple[Dataset[Any], dict[str, Any]]:
-    """The dataset, and options of the loader around it that were set and do not sample."""
+def taken_apart(
+    data: Any, target: str | None = None, owner: str = "make_private", name: str = "data"
+) -> tuple[Dataset[Any], dict[str, Any]]:
+    """The dataset, and options of the loader around it that were set and do not sample.
+
+    Args:
+        data: a DataLoader, or what `dataset_of` takes.
+        target: the column of a frame that is to be learned.
+        owner, name: of the parameter, for complaints.
+    """
     if not isinstance(data, DataLoader):
-        return dataset_of("make_private", data, target), {}
-    size = len(dataset_of("make_private", data.dataset, target))  # type: ignore[arg-type]
-    require(data.batch_sampler is not None, "make_private", "data", "a DataLoader that makes batches of samples",
+        return dataset_of(owner, data, target, name=name), {}
+    size = len(dataset_of(owner, data.dataset, target, name=name))  # type: ignore[arg-type]
+    require(data.batch_sampler is not None, owner, name, "a DataLoader that makes batches of samples",
             "one with batch_size=None", "Pass a dataset of single samples.")  # fmt: skip
     drawn = _drawn_by(data)
-    require(drawn in (None, size), "make_private", "data", f"a DataLoader over all {size} samples of its dataset",
-            f"one whose sampler has {drawn}", "The plan draws from the whole dataset: pass "
+    require(drawn == size, owner, name, f"a DataLoader over all {size} samples of its dataset",
+            f"one whose sampler has {'no length' if drawn is None else drawn}", "The plan draws from all of it: pass "
             "torch.utils.data.Subset(dataset, indices), or the dataset itself.")  # fmt: skip
     return data.dataset, {
         n: v for n, default in _KEPT.items() if (v := getattr(data, n)) is not default and v != default
@@ -133,9 +141,12 @@ def taken_apart(data: Any, target: str | None = None) -> tuple[Dataset[Any], dic
 
 
 def _drawn_by(loader: DataLoader[Any]) -> int | None:
-    """How many samples a loader goes through in an epoch; None where it does not say."""
+    """How many samples a loader goes through in an epoch; None where it does not say.
+
+    Batches that are chosen by code of one's own are gone through, if there is an end to them.
+    """
     batches = loader.batch_sampler
-    if isinstance(batches, list | tuple):
-        return len({place for batch in batches for place in batch})
-    sampler = getattr(batches, "sampler", loader.sampler)
-    return len(sampler) if isinstance(sampler, Sized) else None
+    sampler = getattr(batches, "sampler", None)
+    if sampler is not None:
+        return len(sampler) if isinstance(sampler, Sized) else None
+    return len({place for batch in batches for place in batch}) if isinstance(batches, Sized) else None

@@ -100,6 +100,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         settle_numbers(self)
+        action = "Clip(C=1.0) is the rule of DP-SGD."
+        require(isinstance(self.scaling, Scaling), "Plan", "scaling", "a scaling rule", self.scaling, action)
+        action = "Poisson(size=len(dataset), batch=256) is usual."
+        require(isinstance(self.sampling, Sampling), "Plan", "sampling", "a sampler", self.sampling, action)
         self._settle_noise()
         self._settle_steps()
         if self.delta is not None:

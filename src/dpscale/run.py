@@ -45,6 +45,7 @@ class RunState:
         name: of the run in that ledger.
         dataset: whose samples have a place that must stay.
         ahead: what fetches the next batch ahead of time, where that is a matter of a moment.
+        made_of: what `Private.batches` was given that is no dataset, and the dataset that was made of it.
         remembered: what `make_private` was given to draw from: its source, the dataset of it, options of the loader.
     """
 
@@ -65,6 +66,7 @@ class RunState:
     name: str | None = None
     dataset: Any = None
     ahead: Callable[[], None] | None = field(default=None, repr=False)
+    made_of: tuple[Any, Any] | None = None
     remembered: tuple[Any, Any, Mapping[str, Any]] | None = None
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # batches may be drawn by a thread
     turn: threading.RLock = field(default_factory=threading.RLock, repr=False)  # one step at a time, or one save

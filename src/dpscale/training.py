@@ -23,7 +23,7 @@ from dpscale.card import make as make_card
 from dpscale.checks import complaint, out_of_memory, plain_number, require, require_count
 from dpscale.distributed import Description, Ranks, data_terms, unwrapped
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
-from dpscale.engine.arguments import tensors_in
+from dpscale.engine.arguments import check_loss_fn, tensors_in
 from dpscale.engine.compat import foreach_add_, foreach_div_, tree_map
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.modules import Structure, structure
@@ -38,7 +38,7 @@ from dpscale.run import RunState, refusals
 from dpscale.sampling import Draw, Indices
 from dpscale.secure_noise import Source, check_source, default_source, noise_from
 from dpscale.shapes import Sizes
-from dpscale.sources import require_once
+from dpscale.sources import dataset_of, is_frame, is_hugging_face, require_once
 
 log = logging.getLogger("dpscale")
 
@@ -411,13 +411,33 @@ class Private:
             return self._state.remembered[1], {**self._state.remembered[2], **loader}
         action = "Pass what the plan is for. Only a run of make_private() knows its data."
         require(given is not None, "batches", "dataset", "given", None, action)
-        assert given is not None
-        return given, loader
+        return self._as_dataset(given, "collate_fn" in loader), loader
+
+    def _as_dataset(self, given: Any, collated: bool) -> Dataset[Any]:
+        """What was given, as `make_private` would take it. The same thing given again is the same dataset.
+
+        Args:
+            given: a dataset, or what can be made one.
+            collated: whether a function of one's own makes batches of its samples, as they are.
+        """
+        state = self._state
+        if state.made_of is not None and given is state.made_of[0]:
+            return state.made_of[1]  # type: ignore[no-any-return]
+        must, got = "a dataset", "a DataLoader"
+        action = "Pass its dataset: the plan draws the batches. Options such as num_workers go to batches()."
+        require(not isinstance(given, DataLoader), "batches", "dataset", must, got, action)
+        action = "Pass arrays (X, y); or make the run by make_private(..., target=...)."
+        require(not is_frame(given), "batches", "dataset", "a dataset, or arrays", type(given).__name__, action)
+        samples = isinstance(given, list | tuple) and len(given) == self.plan.sampling.size
+        if samples or (collated and is_hugging_face(given)):
+            return given  # type: ignore[no-any-return]
+        dataset = dataset_of("batches", given, name="dataset")
+        if dataset is not given:
+            state.made_of = given, dataset
+        return dataset
 
     def _check_data(self, dataset: Dataset[Any], loader: Mapping[str, Any]) -> int:
         """Refuse data that the plan is not for; otherwise say how many steps are left."""
-        require(not isinstance(dataset, DataLoader), "batches", "dataset", "a dataset", "a DataLoader", "Pass its "
-                "dataset: the plan draws the batches. Options such as num_workers go to batches().")  # fmt: skip
         size = len(dataset)  # type: ignore[arg-type]
         require(size > 0, "batches", "dataset", "a dataset with at least one sample", "an empty dataset")
         require(
@@ -489,7 +509,8 @@ class Private:
         picks: Iterator[Pick] = map(Pick.of, shares)
         if people is not None:
             dataset, each, picks = people.dataset, people.each, people.picks(shares, start + 1, self._noise.chances)
-        fetching = Ahead(fetched(dataset, loader, picks, each))
+        size = self.plan.sampling.size if people is None else people.size
+        fetching = Ahead(fetched(dataset, loader, picks, size, each))
         if people is None and self._ranks.size == 1 and on_device(dataset, loader):
             state.ahead = fetching.fetch
         try:
@@ -537,6 +558,7 @@ class Private:
 
     def _computed(self, batch: Any, loss_fn: LossFn, call: str) -> StepReport:
         """Sum over the draw of a batch, and release it."""
+        check_loss_fn(call, loss_fn)
         with self._ranks.whole(call):
             with self._ranks.together(call, lambda: self._terms(draw)):
                 if call != "step":
@@ -550,7 +572,7 @@ class Private:
                 if draw.shares is not None:
                     self._engine.recorder.require_order(tensors_in(data))
                     batch, loss_fn = by_person(batch, loss_fn)
-                with self._engine.timed():
+                with self._engine.timed(), _device_advice(batch.data, self.model):
                     out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
                 report = self._book(draw, out)
             self._release(draw, out, parameters, momentum)
@@ -894,7 +916,7 @@ def privatize(
     """
     seed, micro_batch = plain_number(seed), plain_number(micro_batch)
     require(run is None or ledger is not None, "privatize", "run", "left out without a ledger", run)
-    require(isinstance(ledger, Ledger | None), "privatize", "ledger", "a dpscale.Ledger, or None", ledger)
+    _check_types(optimizer, plan, compile, ledger)
     model = unwrapped(model)
     ranks = Ranks(model, group)
     key = ranks.key(seed)
@@ -923,6 +945,21 @@ def privatize(
     return private
 
 
+def _check_types(optimizer: Any, plan: Any, compile: Any, ledger: Any) -> None:
+    """Refuse what is something else than it should be, before anything is asked of it."""
+    for ok, name, must, got, action in (
+        (hasattr(optimizer, "param_groups") and not isinstance(optimizer, type), "optimizer", "a torch optimizer",
+         optimizer, "Make one: torch.optim.SGD(model.parameters(), lr=0.1)."),
+        (isinstance(plan, Plan), "plan", "a dpscale.Plan", plan,
+         "Or call make_private(model, optimizer, data, epsilon=..., delta=...), which makes one."),
+        (compile is None or isinstance(compile, bool) or callable(compile), "compile", "True, False or None", compile,
+         "None lets the library decide."),
+        (isinstance(ledger, Ledger | None), "ledger", "a dpscale.Ledger, or None", ledger,
+         "Open one: dpscale.Ledger('my.ledger', epsilon=..., delta=...), the total of all runs."),
+    ):  # fmt: skip
+        require(ok, "privatize", name, must, got if isinstance(got, str | Path) else type(got).__name__, action)
+
+
 def _check_arguments(model: nn.Module, optimizer: Optimizer, plan: Plan, micro_batch: int | None) -> None:
     require(plan.noise_multiplier is not None, "privatize", "plan", "calibrated", "a plan without a noise multiplier",
             "Call plan.calibrate(epsilon=..., delta=...), or give noise_multiplier.")  # fmt: skip
@@ -930,6 +967,9 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer, plan: Plan, micro_b
             "Give steps or epochs, or call plan.calibrate_steps(epsilon=..., delta=...).")  # fmt: skip
     if micro_batch is not None:
         require_count("privatize", "micro_batch", micro_batch)
+    unloaded = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta and not is_lazy(t)]
+    require(not unloaded, "privatize", "model", "one whose parameters are in memory", f"{unloaded[:1]} on 'meta'",
+            "Load its weights first; model.to_empty(device='cpu') makes room for them.")  # fmt: skip
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     require(not lazy, "privatize", "model", "one whose parameters have shapes", f"a lazy one ({lazy[:1]} has none yet)",
             "Run a batch of zeros through it, and then make the optimizer.")  # fmt: skip
@@ -975,6 +1015,21 @@ def _memory_advice(rows: int, action: str = _MICRO_BATCH) -> Iterator[None]:
         if not out_of_memory(error):
             raise
         raise TooLarge(rows, action) from error
+
+
+@contextmanager
+def _device_advice(data: Any, model: nn.Module) -> Iterator[None]:
+    """Say what to do when batch and model are on different devices: ``loss_fn`` may move them, so it is tried."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "same device" not in str(error):
+            raise
+        model_on = next((p.device for p in model.parameters()), "cpu")
+        raise ValueError(
+            f"Tensors are on different devices: the batch on {device_of(data)}, the model on {model_on}. Nothing was "
+            f"released. Call private.step(batch.to({str(model_on)!r}), loss_fn)."
+        ) from error
 
 
 def _copied(value: Any) -> Any:

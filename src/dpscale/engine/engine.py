@@ -22,6 +22,7 @@ from dpscale.engine.arguments import (
     LossFn,
     Points,
     batch_size,
+    check_loss_fn,
     check_losses,
     check_mask,
     check_points,
@@ -343,4 +344,5 @@ def scaled_sum(
         >>> out.grads["weight"].shape, bool((out.norms * out.weights).max() <= 0.1 + 1e-6)
         (torch.Size([2, 3]), True)
     """
+    check_loss_fn("scaled_sum", loss_fn)
     return engine_of(model).scaled_sum(loss_fn, batch, rule, mask, points)

@@ -36,7 +36,7 @@ class Draws:
     ) -> None:
         given = type(loader).__name__
         require(isinstance(loader, DataLoader), OWNER, "train_dataloader", "one torch DataLoader", given)
-        self._dataset, self._options = taken_apart(loader)
+        self._dataset, self._options = taken_apart(loader, None, OWNER, "train_dataloader")
         self.batch_size = loader.batch_size
         self.plan = plan_for(trainer, len(self._dataset), loader.batch_size)  # type: ignore[arg-type]
         self._trainer, self._private = trainer, private
@@ -49,7 +49,9 @@ class Draws:
         return self.plan.sampling.steps(1)
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self._private().batches(self._dataset, **self._options)  # the trainer ends an epoch, by `__len__`
+        private = self._private()
+        private.remember(self, self._dataset, self._options)  # samples are collated as the loader would
+        batches = private.batches()  # the trainer ends an epoch, by `__len__`
         if not len(batches):
             self._trainer.should_stop = True
         for batch in batches:

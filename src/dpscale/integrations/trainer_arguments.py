@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -17,6 +16,7 @@ from dpscale.people import people_of
 from dpscale.plan import Plan
 from dpscale.sampling import Poisson
 from dpscale.scaling import Scaling
+from dpscale.sources import require_indexed
 
 log = logging.getLogger("dpscale")
 
@@ -58,10 +58,7 @@ def check(args: TrainingArguments, made: type, data: Any, held_out: Any) -> None
     own = [n for n in ("compute_loss", "_get_train_sampler") if getattr(made, n) is not getattr(Trainer, n)]
     require(not own, "PrivateTrainer", "class", f"without {', '.join(own)} of its own", made.__name__, "For a loss, "
             "pass compute_loss_func, which gives one loss per sample; samples are drawn by the plan.")  # fmt: skip
-    by_index = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
-    if not by_index:
-        raise complaint("PrivateTrainer", "train_dataset", "a dataset with a length and samples by index",
-                        type(data).__name__, "Sampling and accounting need to know how many.")  # fmt: skip
+    require_indexed("PrivateTrainer", data, "train_dataset")
     if held_out is data:
         log.warning("dpscale: evaluation on the training data gives exact numbers, which ε does not cover.")
 
