@@ -22,6 +22,7 @@ from dpscale import training
 from dpscale.audit import FALSE_ALARM, audit
 from dpscale.chances import Fast
 from dpscale.noise import Noise
+from dpscale.secure_noise import SecureNoise
 
 from . import audit_ranks
 from .helpers import refuse, run
@@ -436,6 +437,13 @@ def test_the_command_prints_json_and_draws(tmp_path):
     path = tmp_path / "audit.png"
     told = json.loads(run(*COMMAND, "--seed", 1, "--picture", path, "--json").stdout)
     assert told["consistent"] and told["canaries"] == 270 and path.stat().st_size > 5000
+
+
+def test_the_command_audits_secure_noise(monkeypatch):
+    told, add = [], SecureNoise.add
+    monkeypatch.setattr(SecureNoise, "add", lambda self, *given: told.append(given[2]) or add(self, *given))
+    assert json.loads(run(*COMMAND, "--seed", 1, "--noise", "secure", "--json").stdout)["consistent"]
+    assert told == [1, 2, 3]
 
 
 def test_the_command_exits_with_1_where_something_is_broken(monkeypatch):

@@ -53,6 +53,21 @@ def test_own_data_get_noise_that_nobody_can_guess(table, tmp_path):
     assert not torch.equal(*weights)
 
 
+def test_what_is_shown_in_training_is_private(table, tmp_path):
+    """ε, and no loss of the samples."""
+    words = ["train", "--data", table, "--target", "outcome", *BUDGET, "--out", tmp_path]
+    shown = run(*words).stderr
+    assert "epsilon" in shown and "loss" not in shown
+
+
+def test_noise_and_device_are_heeded(table, tmp_path):
+    words = ["train", "--data", table, "--target", "outcome", *BUDGET, "--out", tmp_path, "--json"]
+    found = [json.loads(run(*words, *more).stdout) for more in ([], ["--noise", "secure"], ["--device", "cpu"])]
+    assert ["ChaCha20" in each["statement"] for each in found] == [False, True, False]
+    assert "must be 'fast' or 'secure'. Got 'safe'" in run(*words, "--noise", "safe", code=2).stderr
+    assert "'device' parameter of dpscale must be cpu, or cuda" in run(*words, "--device", "tpu", code=2).stderr
+
+
 def test_a_folder_of_images_is_trained_on(tmp_path):
     for name, shade in (("dark", 20), ("light", 220)):
         (tmp_path / "images" / name).mkdir(parents=True)

@@ -89,6 +89,13 @@ class Rule(StrEnum):
     psasc = "psasc"
 
 
+class Noise(StrEnum):
+    """Names of sources of noise."""
+
+    fast = "fast"
+    secure = "secure"
+
+
 class Accountant(StrEnum):
     """Names of accountants."""
 
@@ -280,6 +287,7 @@ def audit(
     confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
     seed: Annotated[int | None, typer.Option(help="For the same audit again; default: fresh randomness.")] = None,
     device: Annotated[str, typer.Option(help="Where to train: cpu, or cuda.")] = "cpu",
+    noise: Annotated[Noise | None, typer.Option(help="Where the noise comes from; default: as in training.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw claimed curve and measured points here.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -304,8 +312,9 @@ def audit(
     if epsilon is not None:
         planned = planned.calibrate(epsilon=epsilon, delta=delta)
     report = measure(
-        planned, canaries=canaries, runs=runs, delta=delta, confidence=confidence, seed=seed, device=device
-    )
+        planned, canaries=canaries, runs=runs, delta=delta, confidence=confidence, seed=seed, device=device,
+        noise=None if noise is None else noise.value,
+    )  # fmt: skip
     if picture is not None:
         report.picture(picture)
     if as_json:

@@ -49,7 +49,7 @@ def _train_own(
     data: Path | None = None, target: str | None = None, model: str | None = None, test: str | None = None,
     epsilon: float | None = None, delta: float | None = None, epochs: float | None = None, batch: int | None = None,
     rate: float = 1.0, seed: int | None = None, out: Path | None = None, ledger: Path | None = None,
-    as_json: bool = False, **presets: Any,
+    noise: str | None = None, device: str | None = None, as_json: bool = False, **presets: Any,
 ) -> None:  # fmt: skip
     """Train on data of one's own."""
     for name in (name for name, value in presets.items() if value is not None):
@@ -58,12 +58,14 @@ def _train_own(
         raise ValueError("Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta.")
     out = out or Path("runs/own")
     _require_writable(out)
+    from dpscale.lab import device as place
     from dpscale.lab import display, own
 
+    place.use(device)
     with display.run_bar("training", quiet=as_json) as bar:
         found = own.train(
             str(data), target, model, test, out, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, rate=rate,
-            seed=seed, ledger=ledger, on_progress=bar,
+            seed=seed, ledger=ledger, noise=noise, on_progress=bar,
         )  # fmt: skip
     if as_json:
         print_json(found)
@@ -96,7 +98,8 @@ def train(
     """Train one model: of a preset, or your own on data of your own.
 
     Without a preset, --data is table.csv, a folder with a folder of images for each class, or module:function, which
-    returns a dataset or arrays; --model is module:function, or the name of one of the lab's models.
+    returns a dataset or arrays; --model is module:function, or the name of one of the lab's models. --rate is that of
+    SGD under a bound of 1, and --noise secure takes noise from a cryptographic generator.
 
     \b
     Example:

@@ -84,7 +84,7 @@ def _short(value: float) -> str:
 
 @contextmanager
 def run_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
-    """A bar over the steps of one run: ε so far, loss, speed and time left, or what it waits for.
+    """A bar over the steps of one run: ε so far, loss (not of private data), speed and time left, or what it waits for.
 
     Without a terminal plain lines, one for each tenth of the run; silent if ``quiet``.
     """
@@ -106,7 +106,8 @@ def run_bar(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
 
 def _state(now: Progress) -> str:
     spent = now.epsilon()
-    return f"training loss {now.loss:.3f}" + ("" if spent is None else f", epsilon {spent:.2f}")
+    told = [] if now.loss is None else [f"training loss {now.loss:.3f}"]
+    return ", ".join(told if spent is None else [*told, f"epsilon {spent:.2f}"])
 
 
 def _run_lines(title: str) -> Callable[[Progress], None]:

@@ -55,7 +55,7 @@ def experiment(otherwise: Callable[..., None] | None = None) -> Callable[[Callab
                 device: str | None = None, **given: Any) -> None:  # fmt: skip
             words = [*([preset] if preset else []), *(values or [])]
             if otherwise is not None and (not words or words[0].startswith("-") or "=" in words[0]):
-                otherwise(data=data, **read(words), **given)
+                otherwise(data=data, device=device, **read(words), **given)
                 return
             command(configured(words[0], read(words[1:]), data, device), **given)
 

@@ -138,6 +138,7 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
 def train(
     data: str, target: str | None, model: str | None, test: str | None, out: Path, *, epsilon: float, delta: float,
     epochs: float | None, batch: int | None, rate: float, seed: int | None, ledger: Path | None,
+    noise: Any = None,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train, and write model.pt, run.ckpt and run.json into ``out``; what run.json holds.
@@ -151,6 +152,7 @@ def train(
         rate: of SGD with a bound of 1.
         seed: None for the operating system's randomness.
         ledger: file to book the run in.
+        noise: "fast" or "secure". None: as for `privatize`.
         on_progress: told at each hundredth of the steps.
     """
     found = samples(data, target)
@@ -159,15 +161,16 @@ def train(
     private = make_private(
         network, torch.optim.SGD(network.parameters(), lr=rate), found.dataset, epsilon=epsilon, delta=delta,
         epochs=epochs, batch="auto" if batch is None else batch, seed=seed, ledger=books,
+        noise=noise,
     )  # fmt: skip
     steps, size, per_step = private.steps, private.plan.sampling.size, private.plan.expected_batch
     for each in private.batches():
-        out_of_step = private.step(each.to(device.name()), losses)
+        private.step(each.to(device.name()), losses)
         taken = private.steps_taken
         if 100 * taken // steps > 100 * (taken - 1) // steps:
             on_progress(Progress(
                 step=taken, steps=steps, epoch=-(-taken * per_step // size), epochs=-(-steps * per_step // size),
-                loss=float(out_of_step.loss), plan=private.plan, delta=delta,
+                loss=None, plan=private.plan, delta=delta,
             ))  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     torch.save(network.state_dict(), out / "model.pt")
