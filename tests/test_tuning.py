@@ -267,7 +267,7 @@ def test_a_booked_search_goes_on_in_its_ledger_alone(tmp_path):
         booked(tmp_path, run="two")[1]()
 
 
-def test_a_search_and_a_run_add_up_at_half_of_delta_each(tmp_path):
+def test_a_search_and_a_run_add_up_in_a_ledger(tmp_path):
     books, search = booked(tmp_path)
     search()
     model = mlp()
@@ -277,9 +277,11 @@ def test_a_search_and_a_run_add_up_at_half_of_delta_each(tmp_path):
     for batch in later.batches(data()):
         later.step(batch, loss_fn)
     later.close()
-    alone = dataclasses.replace(later.plan, delta=None).epsilon(5e-5)
-    assert books.spent().epsilon == pytest.approx(SEARCH.epsilon(PLAN, 5e-5) + alone, rel=1e-6)
-    assert "1 of paid searches, by Rényi DP and 1 of other runs" in books.spent().how
+    accountant = dp_accounting.rdp.RdpAccountant()
+    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(PLAN.event(), SEARCH.tries, SEARCH.shape))
+    accountant.compose(later.plan.event())
+    assert COST < books.spent().epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=1e-9)
+    assert books.spent().how == "composed by Rényi DP, everything together"
 
 
 def test_a_model_made_from_a_run_may_be_the_try():

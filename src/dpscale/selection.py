@@ -18,6 +18,7 @@ from scipy import optimize
 
 from dpscale.checks import is_number, quiet, require, require_positive, require_probability, settle_numbers
 from dpscale.plan import SEARCH, Plan, written
+from dpscale.privacy_curves import Renyi
 from dpscale.sampling import Adjacency
 
 
@@ -52,6 +53,14 @@ class Selection:
         """`epsilon`, from what one try releases and the adjacency that this holds under."""
         require_probability("Selection.epsilon", "delta", delta, action="Take it well below 1/size, such as 1e-5.")
         return max(float(each.get_epsilon(delta)) for each in self._accountants(event, adjacency))
+
+    def renyi(self, event: dp_accounting.DpEvent, adjacency: Adjacency) -> Renyi:
+        """The same in Rényi DP, which adds up with that of other releases: at each order, of whoever loses more there.
+
+        In another search, or in a run beside it, those who were held out may be trained on.
+        """
+        found = np.stack([accountant.rdp for accountant in self._accountants(event, adjacency)]).max(0)
+        return Renyi(np.where(found > 0, found, np.inf))  # 0 or less comes of rounding, and counts as not known
 
     def delta(self, plan: Plan, epsilon: float) -> float:
         """The δ that the selection costs at ``epsilon``."""
