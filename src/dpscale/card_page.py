@@ -1,9 +1,10 @@
 """The page of a privacy card, from its values: no scripts, and nothing from elsewhere."""
 
 import html
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from dpscale.plan import rounded_up
 
 _STYLE = """
 :root{color-scheme:light dark}
@@ -22,10 +23,9 @@ ul{padding-left:1.2rem}li,small,p{overflow-wrap:anywhere}
 def page(card: Mapping[str, Any]) -> str:
     """One page, for people."""
     guarantee, attacker = card["guarantee"], card["attacker"]
-    up = math.ceil(guarantee["epsilon"] * 1e3) / 1e3
     parts = [
         "<h1>Privacy card</h1>",
-        f"<p class=big>ε = {up:g} at δ = {guarantee['delta']:g}</p>",
+        f"<p class=big>ε = {rounded_up(guarantee['epsilon'])} at δ = {guarantee['delta']:g}</p>",
         f"<p>{_text(attacker['words'])}</p>",
         "<h2>What is promised</h2>", _table("words", ((n, w[:1].upper() + w[1:]) for n, w in card["words"].items())),
         "<h2>What an attacker can find</h2>",

@@ -15,7 +15,7 @@ from dpscale.ledger import Ledger
 from dpscale.momentum import Momentum
 from dpscale.people import people_of
 from dpscale.plan import Plan
-from dpscale.sampling import Poisson
+from dpscale.sampling import Poisson, Sampling
 from dpscale.scaling import PSASC, Scaling
 from dpscale.secure_noise import Source
 from dpscale.sources import dataset_of
@@ -77,17 +77,15 @@ def make_private(
     batch, epochs, epsilon, delta = map(plain_number, (batch, epochs, epsilon, delta))
     size = len(dataset)  # type: ignore[arg-type]
     require(size > 0, "make_private", "data", "a dataset with at least one sample", "an empty dataset")
-    rule = DEFAULT_RULE if scaling is None else scaling
     ok = batch == "auto" or (isinstance(batch, int) and not isinstance(batch, bool) and 1 <= batch <= size)
     require(ok, "make_private", "batch", f"'auto' or an integer from 1 to {size}", batch)
     if batch != "auto" and epochs is not None:
-        sampling = Poisson(size=size, batch=batch)
-        plan = Plan(scaling=rule, sampling=sampling, epochs=epochs, momentum=momentum)
-        plan = plan.calibrate(epsilon=epsilon, delta=delta)
+        budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
+        plan = plan_for(Poisson(size=size, batch=batch), scaling=scaling, momentum=momentum, **budget)
     else:
         given = None if batch == "auto" else batch
         advice = advise(size=size, epsilon=epsilon, delta=delta, batch=given, epochs=epochs)
-        plan = advice.plan(scaling=rule, momentum=momentum)
+        plan = advice.plan(scaling=scaling or DEFAULT_RULE, momentum=momentum)
     plan = plan if people is None else replace(plan, records=people.records)
     log.info("dpscale: batch %d on average, %g epochs, %d steps, noise multiplier %.4g.", plan.expected_batch,
              plan.epochs, plan.steps, plan.noise_multiplier)  # fmt: skip
@@ -96,11 +94,24 @@ def make_private(
     _log_rates(private.model, optimizer, plan)
     private.remember(data, dataset, loader)
     if isinstance(data, DataLoader):
-        log.warning(
-            "dpscale: Poisson draws of %d samples on average, from all %d, take the place of the DataLoader's sampler "
-            "and batch size.", plan.expected_batch, size,
-        )  # fmt: skip
+        say_drawn(plan)
     return private
+
+
+def plan_for(
+    sampling: Sampling, *, epsilon: float, delta: float, scaling: Scaling | None = None, **settings: Any
+) -> Plan:
+    """A plan that spends the budget, with the rule of `make_private` if none is given. ``settings``: of `Plan`."""
+    plan = Plan(scaling=DEFAULT_RULE if scaling is None else scaling, sampling=sampling, **settings)
+    return plan.calibrate(epsilon=epsilon, delta=delta)
+
+
+def say_drawn(plan: Plan) -> None:
+    """That a loader's own sampling is not used."""
+    log.warning(
+        "dpscale: Poisson draws of %d samples on average, from all %d, take the place of the DataLoader's sampler and "
+        "batch size.", plan.expected_batch, plan.sampling.size,
+    )  # fmt: skip
 
 
 def _log_rates(model: nn.Module, optimizer: Optimizer, plan: Plan) -> None:
@@ -135,9 +146,13 @@ def taken_apart(
     require(drawn == size, owner, name, f"a DataLoader over all {size} samples of its dataset",
             f"one whose sampler has {'no length' if drawn is None else drawn}", "The plan draws from all of it: pass "
             "torch.utils.data.Subset(dataset, indices), or the dataset itself.")  # fmt: skip
-    return data.dataset, {
-        n: v for n, default in _KEPT.items() if (v := getattr(data, n)) is not default and v != default
-    }
+    return data.dataset, kept_options(data)
+
+
+def kept_options(loader: Any) -> dict[str, Any]:
+    """Of a loader, what was set and does not sample."""
+    found = {name: getattr(loader, name, default) for name, default in _KEPT.items()}
+    return {name: value for name, value in found.items() if value is not _KEPT[name] and value != _KEPT[name]}
 
 
 def _drawn_by(loader: DataLoader[Any]) -> int | None:

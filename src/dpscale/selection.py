@@ -17,7 +17,7 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from scipy import optimize
 
 from dpscale.checks import is_number, quiet, require, require_positive, require_probability, settle_numbers
-from dpscale.plan import SEARCH, Plan, written
+from dpscale.plan import SEARCH, Plan, rounded_up, written
 from dpscale.privacy_curves import Renyi
 from dpscale.sampling import Adjacency
 
@@ -114,7 +114,7 @@ class Selection:
         one = plan.facts(delta)
         alone, *about = (one.pop(name) for name in ("Guarantee", "Unit of privacy", "Adjacency"))
         return {
-            "Guarantee": f"({math.ceil(self.epsilon(plan, delta) * 1e4) / 1e4:g}, {delta:g})-differential privacy of "
+            "Guarantee": f"({rounded_up(self.epsilon(plan, delta))}, {delta:g})-differential privacy of "
             "the best try, by Rényi DP of repeat-and-select.",
             "Tries": f"a random number, {kind}, {self.tries:g} on average, drawn once; only the best is released.",
             "Score": f"{score}.", "Unit of privacy": about[0], "Adjacency": about[1], "One try by itself": alone, **one,

@@ -189,10 +189,7 @@ class Private:
                 "checks": self._engine.checks()}  # fmt: skip
 
     def _booked(self) -> Booked | None:
-        booking = self._state.booking
-        if booking is None:
-            return None
-        return Booked(ledger=booking.ledger, run=booking.name, lost=self._state.lost, crashed=booking.crashed)
+        return Booked.of(self._state.booking, self._state.lost)
 
     def _history(self) -> Iterator[str]:
         """What a statement says of resumptions, and of the ledger."""

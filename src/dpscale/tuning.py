@@ -251,17 +251,12 @@ class _Search:
         if best is None:
             return None
         seeded = self.seed is not None or best["about"].get("seeded")
-        about = {"resumed": self.state["resumed"], **best["about"], "seeded": seeded, "booked": self._booked()}
+        about = {"resumed": self.state["resumed"], **best["about"], "seeded": seeded, "booked": Booked.of(self.booking)}
         return Tuned(
             choice=self._chosen(best["index"]), state=best["state"], score=best["score"], delta=delta,
             epsilon=self.selection.epsilon(self.plan, delta), statement=self.selection.statement(self.plan, delta),
             plan=Plan.from_dict(best["plan"]), selection=self.selection, about=about,
         )  # fmt: skip
-
-    def _booked(self) -> Booked | None:
-        if self.booking is None:
-            return None
-        return Booked(ledger=self.booking.ledger, run=self.booking.name, crashed=self.booking.crashed)
 
     def close(self) -> None:
         """Give back the run in the ledger; what is reserved stays charged."""

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from dpscale.batches import Batch
 from dpscale.checks import complaint, require
 from dpscale.integrations.lightning_settings import OWNER
-from dpscale.one_call import taken_apart
+from dpscale.one_call import say_drawn, taken_apart
 from dpscale.plan import Plan
 from dpscale.training import Private
 
@@ -40,10 +40,8 @@ class Draws:
         self.batch_size = loader.batch_size
         self.plan = plan_for(trainer, len(self._dataset), loader.batch_size)  # type: ignore[arg-type]
         self._trainer, self._private = trainer, private
-        log.warning(
-            "dpscale: Poisson draws of %d samples on average, from all %d, take the place of the DataLoader's sampler "
-            "and batch size. %d steps in all.", self.plan.expected_batch, self.plan.sampling.size, self.plan.steps,
-        )  # fmt: skip
+        say_drawn(self.plan)
+        log.info("dpscale: %d steps in all.", self.plan.steps)
 
     def __len__(self) -> int:
         return self.plan.sampling.steps(1)

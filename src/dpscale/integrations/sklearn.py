@@ -19,8 +19,7 @@ from torch.utils.data import TensorDataset
 
 from dpscale.checks import plain_number, require, require_positive
 from dpscale.ledger import Ledger
-from dpscale.one_call import DEFAULT_RULE
-from dpscale.plan import Plan
+from dpscale.one_call import plan_for
 from dpscale.sampling import FullBatch, Poisson
 from dpscale.scaling import Scaling
 from dpscale.secure_noise import Source
@@ -108,9 +107,8 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _train(self, data: TensorDataset, seed: int | None) -> None:
         size = len(data)
         sampling = FullBatch(size=size) if self.batch is None else Poisson(size=size, batch=plain_number(self.batch))
-        rule = DEFAULT_RULE if self.scaling is None else self.scaling
-        plan = Plan(scaling=rule, sampling=sampling, epochs=self.epochs)
-        plan = plan.calibrate(epsilon=self.epsilon, delta=self.delta)
+        budget = {"epsilon": self.epsilon, "delta": self.delta, "epochs": self.epochs}
+        plan = plan_for(sampling, scaling=self.scaling, **budget)
         optimizer = torch.optim.SGD(self.module_.parameters(), lr=plain_number(self.learning_rate), momentum=0.9)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps or 1)
         ledger = Ledger(self.ledger) if isinstance(self.ledger, str | Path) else self.ledger

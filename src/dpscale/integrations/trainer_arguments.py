@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dpscale.checks import complaint, require
-from dpscale.one_call import DEFAULT_RULE
+from dpscale.one_call import plan_for
 from dpscale.people import people_of
 from dpscale.plan import Plan
 from dpscale.sampling import Poisson
@@ -79,8 +79,7 @@ def planned(
     sampling = Poisson(size=len(data), batch=batch)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampling.steps(1))
     records = None if people is None else people.records
-    plan = Plan(scaling=scaling or DEFAULT_RULE, sampling=sampling, steps=steps, records=records)
-    return plan.calibrate(epsilon=epsilon, delta=delta)
+    return plan_for(sampling, epsilon=epsilon, delta=delta, scaling=scaling, steps=steps, records=records)
 
 
 def settled(args: TrainingArguments, plan: Plan) -> TrainingArguments:
@@ -97,13 +96,6 @@ def settled(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     own.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"  # of which torch warns
     own.per_device_train_batch_size = math.ceil(plan.expected_batch / args.world_size)
     return own
-
-
-def loader_options(loader: Any) -> dict[str, Any]:
-    """What of the Trainer's own loader has nothing to do with sampling."""
-    kept = ["collate_fn", "num_workers", "persistent_workers", "prefetch_factor", "worker_init_fn"]
-    kept += ["multiprocessing_context", "pin_memory"]
-    return {name: value for name in kept if (value := getattr(loader, name))}
 
 
 def found(asked: str | bool | None, output: Path) -> Path | None:

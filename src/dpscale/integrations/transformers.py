@@ -15,8 +15,9 @@ from dpscale import checkpoint
 from dpscale.batches import Batch
 from dpscale.checks import require
 from dpscale.integrations.model_losses import PerSampleLoss
-from dpscale.integrations.trainer_arguments import COMPLETE, STATE, check, found, loader_options, planned, settled
+from dpscale.integrations.trainer_arguments import COMPLETE, STATE, check, found, planned, settled
 from dpscale.ledger import Ledger
+from dpscale.one_call import kept_options
 from dpscale.plan import Plan
 from dpscale.scaling import Scaling
 from dpscale.secure_noise import Source
@@ -139,7 +140,7 @@ class Draws:
 
     def __init__(self, trainer: PrivateTrainer, loader: Any) -> None:
         self.trainer, self.dataset = trainer, loader.dataset
-        self.options = loader_options(loader)
+        self.options = kept_options(loader)
 
     def __len__(self) -> int:
         return self.trainer.plan.sampling.steps(1)
