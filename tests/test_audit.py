@@ -455,3 +455,4 @@ def test_the_command_exits_with_1_where_something_is_broken(monkeypatch):
 def test_the_command_refuses_what_it_cannot_draw_or_plan():
     assert "must end in .png, .svg or .pdf" in refuse(*COMMAND, "--picture", "a.txt")
     assert "Give either --epsilon or --noise-multiplier" in refuse(*COMMAND, "--noise-multiplier", 1)
+    assert "must be cpu, or cuda" in refuse(*COMMAND, "--device", "tpu")

@@ -119,7 +119,8 @@ def test_gaps_in_the_target_are_told_in_one_line(table):
         (["--data", "nowhere", *BUDGET], "--data nowhere must be a file table.csv, a folder of images, or"),
         (["--data", "no_such_module:f", *BUDGET], "--data no_such_module:f cannot be imported"),
         (["--data", "TABLE", "--target", "outcome", "--model", "x", *BUDGET], "--model x must be module:function, or"),
-        (["--data", "TABLE", "--target", "outcome", "--s", "0.5", *BUDGET], "--s is for presets."),
+        (["--data", "TABLE", "--target", "outcome", "--s", "0.5", *BUDGET], "--s is not known for data of your own."),
+        (["--data", "TABLE", "--target", "outcome", "--rate", "fast", *BUDGET], "'rate' parameter of train must be"),
         (["digits", "--target", "b"], "--target and --test are for data of your own."),
     ],
 )

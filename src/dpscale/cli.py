@@ -265,7 +265,11 @@ def verify(
     """
     from dpscale.card import verify
 
-    problems = verify(json.loads(card.read_text(encoding="utf-8")))
+    try:
+        read = json.loads(card.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{card} is no card: it is not JSON. Save one by card.save('card.json').") from error
+    problems = verify(read)
     if as_json:
         commands.print_json({"confirmed": not problems, "problems": problems})
     else:
@@ -304,8 +308,10 @@ def audit(
     if (epsilon is None) == (noise_multiplier is None):
         raise ValueError("Give either --epsilon or --noise-multiplier.")
     from dpscale.audit import audit as measure
+    from dpscale.lab import device as place
     from dpscale.scaling import RULES
 
+    place.require_there(device)
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "noise_multiplier": noise_multiplier}
     planned = _plan(sampler, size, batch, accountant=Accountant.pld, **length)
     planned = dataclasses.replace(planned, scaling=RULES[rule.value]())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpscale.checks import require_positive
 from dpscale.lab.options import SETTINGS, Device, Folder, Values, configured, experiment, read
 
 if TYPE_CHECKING:
@@ -53,9 +54,10 @@ def _train_own(
 ) -> None:  # fmt: skip
     """Train on data of one's own."""
     for name in (name for name, value in presets.items() if value is not None):
-        raise ValueError(f"--{name} is for presets. Leave it out, or name a preset.")
+        raise ValueError(f"--{name} is not known for data of your own. Leave it out, or name a preset.")
     if data is None or epsilon is None or delta is None:
         raise ValueError("Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta.")
+    require_positive("train", "rate", rate, action="It is the learning rate of SGD under a bound of 1.")
     out = out or Path("runs/own")
     _require_writable(out)
     from dpscale.lab import device as place
