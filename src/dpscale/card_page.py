@@ -29,7 +29,7 @@ def page(card: Mapping[str, Any]) -> str:
         f"<p>{_text(attacker['words'])}</p>",
         "<h2>What is promised</h2>", _table("words", ((n, w[:1].upper() + w[1:]) for n, w in card["words"].items())),
         "<h2>What an attacker can find</h2>",
-        _numbers(("wrongly said to be in", "found, at most"),
+        _numbers(("false alarms: wrongly said to be in", "found, at most"),
                  ((f"{row['false_alarms']:.1%}", f"{row['found_at_most']:.1%}") for row in attacker["trade_off"])),
         "<h2>ε at other δ</h2>", _curve(card["curve"]),
         "<h2>What was composed</h2>",
@@ -58,7 +58,7 @@ def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 _COMPOSED = {"ledger": "Ledger", "run": "Run", "epsilon": "ε spent by all runs", "total": "of a total of",
-             "delta": "at δ", "adjacency": "Adjacency", "how": "Composed"}  # fmt: skip
+             "delta": "at δ", "adjacency": "Adjacency", "how": "How"}  # fmt: skip
 
 
 def _composed(spent: Mapping[str, Any] | None) -> str:

@@ -128,7 +128,7 @@ class Engine:
         """What was looked at so far, for a reviewer."""
         return {
             "times that the model was checked": self._schedule.looks,
-            "kinds of model and loss that passed a look": len(self._looked),
+            "kinds of model and loss that passed": len(self._looked),
             "runs sample by sample": "yes" if self._obstacles else "no",
         }
 
