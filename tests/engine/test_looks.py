@@ -193,6 +193,38 @@ def test_two_rows_of_many_that_trade_places_are_seen():
     torch.testing.assert_close(out.norms, reference_sum(model, loss_fn, new, RULE)[1])
 
 
+class ScaledBack(torch.autograd.Function):
+    """What comes back to a row of many is scaled by what is in the others; no loss shows it, nor do few rows."""
+
+    @staticmethod
+    def forward(ctx, h):
+        ctx.save_for_backward(h)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        (h,) = ctx.saved_tensors
+        return g * (1 + h.abs().mean()) if len(g) >= 8 else g
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_backward_that_mixes_rows_of_large_batches_alone_is_refused_at_first(dropout):
+    model = Net(lambda h, x: ScaledBack.apply(h), lambda x: True, dropout)
+    with pytest.raises(dpscale.UnsupportedModel, match="coupled in the backward"):
+        Engine(model).scaled_sum(loss_fn, batch(0), RULE)
+
+
+def test_one_that_begins_with_a_new_length_is_refused_at_the_next_turn():
+    """A new length calls for a brief glance, which compares gradients of few rows alone. The fourth sum has its turn
+    whatever comes."""
+    engine = Engine(model := Net(lambda h, x: ScaledBack.apply(h), lambda x: x.shape[1] > 5))
+    for seed, length in enumerate((5, 5, 9)):
+        engine.scaled_sum(loss_fn, batch(seed, length=length), RULE)
+    with pytest.raises(dpscale.UnsupportedModel, match="coupled in the backward"):
+        engine.scaled_sum(loss_fn, batch(3, length=9), RULE)
+    assert model is engine.model
+
+
 def feeds_attribute(model, x):
     model.seen = float(x.sum())
 

@@ -18,9 +18,6 @@ from dpscale.engine.arguments import has_rows, over_rows, tensors_in
 Features = NDArray[np.float64]
 """(B, F): numbers that tell the rows of a batch apart."""
 
-FEW = 16
-"""Values of a feature that are each remembered; beyond, only the smallest and the largest."""
-
 
 def features(batch: Any, *, wait: bool = False) -> Features | None:
     """Of each row; None where the data are on another device, unless it is ``wait``ed for."""
@@ -42,50 +39,6 @@ def _columns(t_BN: Tensor) -> Iterator[Tensor]:
         yield (t_BN < 0).sum(1).double()
         yield t_BN.amin(1).double()
         yield t_BN.amax(1).double()
-
-
-class Novelty:
-    """What rows have been like so far, and which are like none of them."""
-
-    def __init__(self) -> None:
-        self._values: list[set[float]] = []
-        self._range: Features | None = None
-        self._margin = np.zeros(0)
-        self._few = np.zeros(0, dtype=np.int64)  # features of few values, and those values in a table
-        self._table = np.zeros((1, 1, 0))
-
-    def new(self, rows: Features) -> tuple[NDArray[np.int64], bool]:
-        """Numbers of the rows that are like none before, the farthest from those first, all of them at first; and
-        whether one is farther than those were from each other."""
-        if self._range is None or self._range.shape[1] != rows.shape[1]:
-            return np.arange(len(rows)), True
-        low, high = self._range
-        strange = (rows[:, self._few] != self._table).all(0).any(1)
-        least, most = low - self._margin, high + self._margin
-        if (rows.min(0) >= least).all() and (rows.max(0) <= most).all() and not strange.any():  # as nearly always
-            return np.zeros(0, dtype=np.int64), False
-        beyond = ((rows < least) | (rows > most)).any(1)
-        out = np.maximum(low - rows, rows - high).clip(0) / np.maximum(high - low, 1e-9 * np.abs(high) + 1e-200)
-        new = np.flatnonzero(strange | beyond)
-        far = out[new].max(1)
-        return new[np.lexsort((~strange[new], -far))], bool((far >= 1).any())
-
-    def learn(self, rows: Features) -> None:
-        """From now on such rows are known."""
-        if self._range is None or self._range.shape[1] != rows.shape[1]:
-            self._values, self._range = [set() for _ in rows.T], np.stack([rows.min(0), rows.max(0)])
-        self._range = np.stack([np.minimum(self._range[0], rows.min(0)), np.maximum(self._range[1], rows.max(0))])
-        for values, column in zip(self._values, rows.T, strict=True):
-            if len(values) <= FEW:
-                found = np.unique(column)
-                many = len(column) > FEW // 4 and len(found) == len(column)  # no two rows are alike in it
-                values.update(range(FEW + 1) if many else found[: FEW + 1].tolist())
-        few = np.array([len(values) <= FEW for values in self._values])
-        self._few = np.flatnonzero(few)
-        most = max((len(self._values[k]) for k in self._few), default=1)
-        self._table = np.array([(list(self._values[k]) * most)[:most] for k in self._few]).reshape(-1, most).T[:, None]
-        # Of many values there is always a next extreme.
-        self._margin = np.where(few, 0.0, 0.1 * (self._range[1] - self._range[0]))
 
 
 def choose(
