@@ -45,10 +45,10 @@ def make_private(
 
     Args:
         model, optimizer: as for `privatize`.
-        data: a dataset that has a length, or a DataLoader over one. Of a loader the dataset is taken, ``collate_fn``,
-            ``pin_memory`` and what concerns its workers; batches are drawn by `Poisson` in place of its sampler, which
-            is logged. A loader that leaves samples out is refused, since the plan draws from all of them. Or arrays:
-            ``X`` or ``(X, y)``; a pandas frame, with ``target``; a Hugging Face dataset; people, from `by_user`.
+        data: a dataset that has a length; arrays, ``X`` or ``(X, y)``; a pandas frame, with ``target``; a Hugging Face
+            dataset; people, from `by_user`; or a DataLoader, of which the dataset, ``collate_fn``, ``pin_memory`` and
+            workers are kept, and the sampler is replaced by `Poisson`, which is logged. One that leaves samples out is
+            refused.
         epsilon, delta: the budget.
         target: the column of a frame that is to be learned. A batch is then ``(inputs, target)``.
         epochs, batch: passes over the data and expected batch size, which counts people where data are people. `advise`
@@ -77,17 +77,9 @@ def make_private(
     batch, epochs, epsilon, delta = map(plain_number, (batch, epochs, epsilon, delta))
     size = len(dataset)  # type: ignore[arg-type]
     require(size > 0, "make_private", "data", "a dataset with at least one sample", "an empty dataset")
-    rule = DEFAULT_RULE if scaling is None else scaling
     ok = batch == "auto" or (isinstance(batch, int) and not isinstance(batch, bool) and 1 <= batch <= size)
     require(ok, "make_private", "batch", f"'auto' or an integer from 1 to {size}", batch)
-    if batch != "auto" and epochs is not None:
-        sampling = Poisson(size=size, batch=batch)
-        plan = Plan(scaling=rule, sampling=sampling, epochs=epochs, momentum=momentum)
-        plan = plan.calibrate(epsilon=epsilon, delta=delta)
-    else:
-        given = None if batch == "auto" else batch
-        advice = advise(size=size, epsilon=epsilon, delta=delta, batch=given, epochs=epochs)
-        plan = advice.plan(scaling=rule, momentum=momentum)
+    plan = _planned(size, None if batch == "auto" else batch, epochs, scaling or DEFAULT_RULE, momentum, epsilon, delta)
     plan = plan if people is None else replace(plan, records=people.records)
     log.info("dpscale: batch %d on average, %g epochs, %d steps, noise multiplier %.4g.", plan.expected_batch,
              plan.epochs, plan.steps, plan.noise_multiplier)  # fmt: skip
@@ -101,6 +93,18 @@ def make_private(
             "and batch size.", plan.expected_batch, size,
         )  # fmt: skip
     return private
+
+
+def _planned(
+    size: int, batch: int | None, epochs: float | None, rule: Scaling, momentum: Momentum | None, epsilon: float,
+    delta: float,
+) -> Plan:  # fmt: skip
+    """A calibrated plan; what is None is advised."""
+    if batch is None or epochs is None:
+        advice = advise(size=size, epsilon=epsilon, delta=delta, batch=batch, epochs=epochs)
+        return advice.plan(scaling=rule, momentum=momentum)
+    plan = Plan(scaling=rule, sampling=Poisson(size=size, batch=batch), epochs=epochs, momentum=momentum)
+    return plan.calibrate(epsilon=epsilon, delta=delta)
 
 
 def _log_rates(model: nn.Module, optimizer: Optimizer, plan: Plan) -> None:
