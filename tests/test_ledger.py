@@ -82,7 +82,7 @@ def test_every_step_is_on_disk_before_it_is_released(tmp_path, monkeypatch):
 
 def test_runs_of_one_seed_in_one_ledger_share_no_noise(tmp_path):
     books = make(tmp_path)
-    keys = [private(books, run=name, seed=3)._noise.key.derive("noise/1") for name in ("a", "b")]
+    keys = [private(books, run=name, seed=3)._state.noise.key.derive("noise/1") for name in ("a", "b")]
     assert keys[0] != keys[1]
 
 

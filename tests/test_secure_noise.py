@@ -356,14 +356,14 @@ def test_a_seed_reproduces_a_secure_run_and_micro_batches_do_not_matter(micro_ba
 def test_no_noise_and_no_draw_comes_again_after_a_resumption(tmp_path):
     first, _ = run(taken=2)
     first.save(tmp_path / "run")
-    secrets = [first._noise._secret(label) for label in ("noise/3/device 0", "sampling")]
+    secrets = [first._state.noise._secret(label) for label in ("noise/3/device 0", "sampling")]
     second, _ = run(taken=0)
     second.load(tmp_path / "run")
     third, _ = run(taken=0)
     third.load(tmp_path / "run")
     for each in (second, third):
-        assert isinstance(each._noise, SecureNoise)
-        secrets += [each._noise._secret(label) for label in ("noise/3/device 0", "sampling")]
+        assert isinstance(each._state.noise, SecureNoise)
+        secrets += [each._state.noise._secret(label) for label in ("noise/3/device 0", "sampling")]
     assert len(set(secrets)) == 6
     assert len(list(second.batches(DATA))) == 2
 
@@ -404,7 +404,7 @@ def test_make_private_takes_it_too():
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = dpscale.make_private(model, optimizer, DATA, epsilon=3, delta=1e-3, epochs=1, batch=20, noise="secure")
-    assert isinstance(private._noise, SecureNoise)
+    assert isinstance(private._state.noise, SecureNoise)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from dpscale.engine import ScaledSum
 from dpscale.engine.arguments import has_rows, over_rows, tensors_in
 from dpscale.engine.compat import register_tree_node
 from dpscale.engine.verify.randomness import host_states, torch_states
-from dpscale.engine.verify.rows import Features, blank_of, features, neutral
+from dpscale.engine.verify.rows import Features, FeatureTable, blank_of, features, neutral
 from dpscale.packing import packed, unpacked
 from dpscale.sampling import Draw, Indices
 from dpscale.shapes import Sizes
@@ -308,7 +308,7 @@ def fetched(
         each: rows of a person; None where samples are no people.
     """
     waiting: list[Pick] = []
-    table: Features | None = None
+    table: FeatureTable | None = None
 
     def rows() -> Iterator[Indices]:
         for pick in picks:
@@ -322,8 +322,7 @@ def fetched(
 
     counted: Iterable[tuple[int, Any, Mapping[int, Any]]]
     if type(dataset) is TensorDataset and not loader:
-        if any(t.device.type != "cpu" for t in dataset.tensors):  # looked over once: a step must not wait for it
-            table = features(dataset.tensors, wait=True)
+        table = FeatureTable(dataset.tensors)
         counted = ((len(data[0]), data, {}) for data in chosen_rows(dataset.tensors, rows()))
     else:
         collate = Collated(loader.get("collate_fn") or default_collate, each)
@@ -337,7 +336,8 @@ def fetched(
                 "told. Give a sample for each index: one that cannot be read may be a constant, such as zeros."
             )
         if len(pick.indices):
-            yield pick, data, singles, None if table is None else table[pick.rows].reshape(len(pick.indices), -1)
+            found = None if table is None else table.of(pick.rows, data)
+            yield pick, data, singles, None if found is None else found.reshape(len(pick.indices), -1)
         else:
             yield pick, neutral(data), {}, None
 

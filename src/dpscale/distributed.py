@@ -29,7 +29,7 @@ from dpscale.engine.compat import all_gather, group_timeout, is_sharded, tree_le
 from dpscale.engine.verify.randomness import own_randomness
 from dpscale.noise import Key
 from dpscale.sampling import Indices
-from dpscale.sharding import Shards, as_shard, buckets, gradient
+from dpscale.sharding import Shards, as_shard, buckets
 
 T = TypeVar("T")
 
@@ -277,8 +277,11 @@ class Ranks:
 
     def set_gradient(self, p: Tensor, mean: Tensor) -> None:
         """Hand it to the optimizer."""
-        kept = self.stored(p)
-        kept.grad = gradient(kept, mean)
+        mean = mean if mean.dtype == p.dtype else mean.to(p.dtype)
+        if self._shards is None:
+            p.grad = mean
+        else:
+            self._shards.set_gradient(p, mean)
 
     def give_back(self) -> None:
         """Leave a sharded model in shards, where a forward was not followed by its step."""

@@ -45,10 +45,10 @@ def make_private(
 
     Args:
         model, optimizer: as for `privatize`.
-        data: a dataset that has a length, or a DataLoader over one. Of a loader the dataset is taken, ``collate_fn``,
-            ``pin_memory`` and what concerns its workers; batches are drawn by `Poisson` in place of its sampler, which
-            is logged. A loader that leaves samples out is refused, since the plan draws from all of them. Or arrays:
-            ``X`` or ``(X, y)``; a pandas frame, with ``target``; a Hugging Face dataset; people, from `by_user`.
+        data: a dataset that has a length; arrays, ``X`` or ``(X, y)``; a pandas frame, with ``target``; a Hugging Face
+            dataset; people, from `by_user`; or a DataLoader, of which the dataset, ``collate_fn``, ``pin_memory`` and
+            workers are kept, and the sampler is replaced by `Poisson`, which is logged. One that leaves samples out is
+            refused.
         epsilon, delta: the budget.
         target: the column of a frame that is to be learned. A batch is then ``(inputs, target)``.
         epochs, batch: passes over the data and expected batch size, which counts people where data are people. `advise`
@@ -79,13 +79,7 @@ def make_private(
     require(size > 0, "make_private", "data", "a dataset with at least one sample", "an empty dataset")
     ok = batch == "auto" or (isinstance(batch, int) and not isinstance(batch, bool) and 1 <= batch <= size)
     require(ok, "make_private", "batch", f"'auto' or an integer from 1 to {size}", batch)
-    if batch != "auto" and epochs is not None:
-        budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
-        plan = plan_for(Poisson(size=size, batch=batch), scaling=scaling, momentum=momentum, **budget)
-    else:
-        given = None if batch == "auto" else batch
-        advice = advise(size=size, epsilon=epsilon, delta=delta, batch=given, epochs=epochs)
-        plan = advice.plan(scaling=scaling or DEFAULT_RULE, momentum=momentum)
+    plan = _planned(size, None if batch == "auto" else batch, epochs, scaling, momentum, epsilon, delta)
     plan = plan if people is None else replace(plan, records=people.records)
     log.info("dpscale: batch %d on average, %g epochs, %d steps, noise multiplier %.4g.", plan.expected_batch,
              plan.epochs, plan.steps, plan.noise_multiplier)  # fmt: skip
@@ -112,6 +106,18 @@ def say_drawn(plan: Plan) -> None:
         "dpscale: Poisson draws of %d samples on average, from all %d, take the place of the DataLoader's sampler and "
         "batch size.", plan.expected_batch, plan.sampling.size,
     )  # fmt: skip
+
+
+def _planned(
+    size: int, batch: int | None, epochs: float | None, rule: Scaling | None, momentum: Momentum | None, epsilon: float,
+    delta: float,
+) -> Plan:  # fmt: skip
+    """A calibrated plan; what is None is advised."""
+    if batch is None or epochs is None:
+        advice = advise(size=size, epsilon=epsilon, delta=delta, batch=batch, epochs=epochs)
+        return advice.plan(scaling=rule or DEFAULT_RULE, momentum=momentum)
+    budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
+    return plan_for(Poisson(size=size, batch=batch), scaling=rule, momentum=momentum, **budget)
 
 
 def _log_rates(model: nn.Module, optimizer: Optimizer, plan: Plan) -> None:
