@@ -24,7 +24,7 @@ bench: $(VENV)/.bench         ## whole loops beside plain PyTorch and Opacus, an
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/peers.py
 
-docs: $(VENV)/.docs           ## the pages as a site: site/index.html
+docs: $(VENV)/.docs           ## the pages as a site: open site/index.html, no server needed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # One stamp per extra: torch first and pinned, so that nothing else can pull another build of it.

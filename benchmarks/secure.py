@@ -94,7 +94,7 @@ def shares(name: str, device: str) -> Iterator[str]:
     sources = {each: noise_from(each, Key(0)) for each in SOURCES}
 
     def step_with(source: str) -> None:
-        private._noise = sources[source]
+        private._state.noise = sources[source]
         step()
 
     steps = [lambda each=each: step_with(each) for each in SOURCES]

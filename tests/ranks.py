@@ -514,7 +514,7 @@ def key(rank):
     """From the operating system, and the same on both ranks."""
     run = private(seed=None)
     batches = [batch.draw.indices.tolist() for batch in run.batches(data()) if run.step(batch, loss_fn)]
-    return batches, run._noise.key.derive("x"), torch.cat([p.detach().flatten() for p in run.model.parameters()])
+    return batches, run._state.noise.key.derive("x"), torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
 
 def resumed(rank, folder):
@@ -535,7 +535,8 @@ def resumed(rank, folder):
         if not part:
             run.save(folder / "run.ckpt", {"epoch": 1})
         values = torch.cat([p.detach().flatten() for p in model.parameters()])
-        found.append((run.steps_taken, run.epsilon(1e-3), run._noise.key.derive("x"), values, run.statement(1e-3)))
+        key = run._state.noise.key.derive("x")
+        found.append((run.steps_taken, run.epsilon(1e-3), key, values, run.statement(1e-3)))
         run.close()
         distributed.barrier()
     return found, books.runs()[0].charged

@@ -321,7 +321,7 @@ def test_one_call_with_a_loader_keeps_what_does_not_sample(caplog):
 def test_one_call_keeps_the_workers_of_a_loader():
     loader = DataLoader(data(), num_workers=1, pin_memory=False, worker_init_fn=print, prefetch_factor=3)
     run = made(loader, epochs=1, batch=30)
-    assert run._state.remembered[1:] == (
+    assert run._feed._remembered[1:] == (
         loader.dataset,
         {"num_workers": 1, "worker_init_fn": print, "prefetch_factor": 3},
     )

@@ -22,6 +22,7 @@ from dpscale import training
 from dpscale.audit import FALSE_ALARM, audit
 from dpscale.chances import Fast
 from dpscale.noise import Noise
+from dpscale.secure_noise import SecureNoise
 
 from . import audit_ranks
 from .helpers import refuse, run
@@ -438,6 +439,13 @@ def test_the_command_prints_json_and_draws(tmp_path):
     assert told["consistent"] and told["canaries"] == 270 and path.stat().st_size > 5000
 
 
+def test_the_command_audits_secure_noise(monkeypatch):
+    told, add = [], SecureNoise.add
+    monkeypatch.setattr(SecureNoise, "add", lambda self, *given: told.append(given[2]) or add(self, *given))
+    assert json.loads(run(*COMMAND, "--seed", 1, "--noise", "secure", "--json").stdout)["consistent"]
+    assert told == [1, 2, 3]
+
+
 def test_the_command_exits_with_1_where_something_is_broken(monkeypatch):
     too_little_noise(monkeypatch)
     result = run(*COMMAND, "--rule", "psasc", "--seed", 1, code=1)
@@ -447,3 +455,4 @@ def test_the_command_exits_with_1_where_something_is_broken(monkeypatch):
 def test_the_command_refuses_what_it_cannot_draw_or_plan():
     assert "must end in .png, .svg or .pdf" in refuse(*COMMAND, "--picture", "a.txt")
     assert "Give either --epsilon or --noise-multiplier" in refuse(*COMMAND, "--noise-multiplier", 1)
+    assert "must be cpu, or cuda" in refuse(*COMMAND, "--device", "tpu")

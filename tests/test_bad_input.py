@@ -170,6 +170,72 @@ def test_numbers_that_make_no_sense(make, text):
         make()
 
 
+# -- Other things than were asked for --------------------------------------------------------------------------------
+
+
+def given(model=None, optimizer=None, planned=None, **options):
+    model = mlp() if model is None else model
+    optimizer = torch.optim.SGD(mlp().parameters()) if optimizer is None else optimizer
+    return dpscale.privatize(model, optimizer, plan() if planned is None else planned, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: given(nn.Linear), "'model' parameter of privatize must be a torch.nn.Module. Got 'type'"),
+        (lambda: given(lambda x: x), "'model' .* Got 'function' instead. Pass the module itself"),
+        (lambda: given(mlp().to("meta")), r"'model' .* in memory. Got .*0.weight.* on 'meta'.*Load its weights"),
+        (lambda: given(optimizer=torch.optim.SGD), r"'optimizer' .* a torch optimizer. Got 'type'.*lr=0.1\)"),
+        (lambda: given(optimizer=mlp().parameters()), "'optimizer' .* Got 'generator'"),
+        (lambda: given(optimizer=torch.optim.SGD(mlp().parameters())), "'optimizer' .* parameters of the model alone"),
+        (lambda: given(planned={"epsilon": 3}), r"'plan' .* a dpscale.Plan. Got 'dict'.*make_private\("),
+        (lambda: given(planned=3.0), "'plan' .* Got 'float'"),
+        (lambda: given(compile="max"), "'compile' .* True, False or None. Got 'max'"),
+        (lambda: given(ledger="my.ledger"), r"'ledger' .* Got 'my.ledger'.*dpscale.Ledger\('my.ledger'"),
+        (lambda: given(group="nccl"), "'group' .* None where there are no processes. Got 'nccl'.*init_process_group"),
+        (lambda: plan(scaling=1.0), r"'scaling' parameter of Plan must be a scaling rule. Got 1.0.*Clip\(C=1.0\)"),
+        (lambda: plan(scaling=dpscale.Clip), "'scaling' .* Got <class"),
+        (lambda: plan(sampling=512), r"'sampling' parameter of Plan must be a sampler. Got 512.*Poisson\("),
+        (lambda: dpscale.Ledger(".", epsilon=3, delta=1e-5), "'path' parameter of Ledger must be of a file.*folder"),
+        (lambda: dpscale.audit.audit(mlp()), "'subject' parameter of audit .* Got 'Sequential'.*make_private"),
+        (lambda: dpscale.audit.audit(given), "'data' parameter of audit must be given where a function is audited"),
+        (lambda: dpscale.audit.audit(given, data(), noise="secure"), r"'options' .* left out .* Got \['noise'\]"),
+        (lambda: dpscale.check(mlp(), loss_fn, batch), r"'batch' .* Got 'function'.*next\(iter\(loader\)\)"),
+    ],
+)
+def test_what_is_something_else_gets_one_line(make, text):
+    with pytest.raises(ValueError, match=text) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(reduction="none"), nn.functional.cross_entropy, None])
+def test_a_loss_of_outputs_and_labels_is_no_loss_fn(loss):
+    run, text = private(), "must be a function of the model and a batch. Got .* instead. Write def loss_fn"
+    batches = run.batches(data())
+    for call in (run.step, run.forward_backward):
+        with pytest.raises(ValueError, match=f"'loss_fn' parameter of {call.__name__} {text}"):
+            call(next(batches), loss)
+    with pytest.raises(ValueError, match=f"'loss_fn' parameter of check {text}"):
+        dpscale.check(mlp(), loss, batch())
+    with pytest.raises(ValueError, match=f"'loss_fn' parameter of scaled_sum {text}"):
+        dpscale.scaled_sum(mlp(), loss, batch(), RULE)
+    unchanged(run)
+
+
+def test_a_batch_on_another_device_than_the_model_is_told_to_move():
+    """In the words of torch, which a machine without a GPU has no other way to say."""
+    run = private()
+
+    def elsewhere(model, batch):
+        raise RuntimeError("Expected all tensors to be on the same device, but got mat1 is on cpu and mat2 on cuda:0")
+
+    batches = run.batches(data())
+    with pytest.raises(ValueError, match=r"the batch on cpu, the model on cpu\. Nothing.*step\(batch\.to\('cpu'\)"):
+        run.step(next(batches), elsewhere)
+    unchanged(run)
+
+
 def test_nan_parameters():
     model = mlp()
     model[2].weight.data[0, 0] = torch.nan

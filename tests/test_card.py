@@ -120,6 +120,8 @@ def test_the_command_line_makes_and_verifies_cards(tmp_path):
     CHANGES["noise"](changed)
     (tmp_path / "card.json").write_text(json.dumps(changed), encoding="utf-8")
     assert "by dp-accounting it is at least" in run("verify", tmp_path / "card.json", code=1).stdout
+    (tmp_path / "card.html").write_bytes(b"<p>\xff</p>")
+    assert "card.html is no card: it is not JSON" in refuse("verify", tmp_path / "card.html")
 
 
 # -- Runs that are over ----------------------------------------------------------------------------------------------

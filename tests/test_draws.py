@@ -87,7 +87,7 @@ def test_batches_may_be_taken_ahead(prefetch, dataset, how, change):
 
 
 def test_a_batch_that_is_fetched_while_the_device_works_is_the_one_that_would_have_come(monkeypatch):
-    monkeypatch.setattr("dpscale.training.on_device", lambda dataset, loader: True)
+    monkeypatch.setattr("dpscale.feeding.on_device", lambda dataset, loader: True)
 
     def trained(fetches):
         run = private(steps=6)
@@ -283,7 +283,7 @@ def test_the_noise_of_an_empty_draw_is_that_of_any_other(dtype):
     """In float32 at least, before it is rounded."""
     run = private(mlp(dtype=dtype), sampling=dpscale.Poisson(size=SIZE, batch=1), steps=12)
     added = []
-    run._noise.add = lambda sums, std, step, shard: added.append({t.dtype for t in sums.values()})
+    run._state.noise.add = lambda sums, std, step, shard: added.append({t.dtype for t in sums.values()})
     for batch in run.batches(data(dtype=dtype)):
         run.step(batch, loss_fn)
     assert all(found == {torch.promote_types(dtype, torch.float32)} for found in added)

@@ -24,7 +24,7 @@ import torch
 import dpscale
 from dpscale import accounting, booking, files, ledger, noise
 from dpscale.booking import open_run
-from dpscale.ledger import Ledger, LedgerError
+from dpscale.ledger import Ledger, LedgerError, Release
 
 from .helpers import SIZE, data, loss_fn, mlp, plan, train, vector
 
@@ -82,7 +82,7 @@ def test_every_step_is_on_disk_before_it_is_released(tmp_path, monkeypatch):
 
 def test_runs_of_one_seed_in_one_ledger_share_no_noise(tmp_path):
     books = make(tmp_path)
-    keys = [private(books, run=name, seed=3)._noise.key.derive("noise/1") for name in ("a", "b")]
+    keys = [private(books, run=name, seed=3)._state.noise.key.derive("noise/1") for name in ("a", "b")]
     assert keys[0] != keys[1]
 
 
@@ -348,7 +348,74 @@ def test_runs_of_two_kinds_add_up(tmp_path):
     added = price("poisson", "full-batch", delta=DELTA / 2)
     added += price("fixed-size", delta=DELTA / 2, adjacency="replace-one")
     assert spent.epsilon == pytest.approx(added, rel=1e-12) and spent.adjacency == "zero-out"
-    assert spent.how.startswith("added up from two parts")
+    assert spent.how.startswith("added up at an equal share of delta each: runs that leave a sample out")
+
+
+SEARCHES = {
+    "search": dpscale.Selection(tries=6),
+    "held-out": dpscale.Selection(tries=3, score_noise=1.0),
+    "poisson-tries": dpscale.Selection(tries=4, shape=float("inf")),
+    "once": dpscale.Selection(tries=1),
+}
+
+
+def released(*names, noise=3.0):
+    """Of each sampler a run, of each search its tries by Poisson sampling."""
+    runs = {name: Release(sampler, noise, 20) for name, sampler in SAMPLERS.items()}
+    runs |= {name: runs["poisson"]._replace(selection=search.to_dict()) for name, search in SEARCHES.items()}
+    return [runs[name] for name in names]
+
+
+COMPOSED = [
+    ["search"], ["search", "search"], ["search", "poisson"], ["held-out", "poisson"], ["held-out", "search", "poisson"],
+    ["search", "shuffled", "full-batch"], ["search", "fixed-size"], ["poisson-tries", "fixed-size", "poisson"],
+    ["poisson", "fixed-size"], ["once", "once", "poisson"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("noise", [0.7, 3.0, 30.0])
+@pytest.mark.parametrize("names", COMPOSED, ids="+".join)
+def test_what_is_composed_costs_no_less_than_a_part_of_it(names, noise):
+    """And no more than all parts, each at its share of δ: the searches one by one, as well."""
+    whole = ledger.compose(released(*names, noise=noise), DELTA).epsilon
+    for left_out in range(len(names)):
+        rest = names[:left_out] + names[left_out + 1 :]
+        assert whole >= ledger.compose(released(*rest, noise=noise), DELTA).epsilon
+        assert whole >= ledger.compose(released(names[left_out], noise=noise), DELTA).epsilon
+    shares = DELTA / len(names)
+    assert whole <= sum(ledger.compose(released(name, noise=noise), shares).epsilon for name in names) * (1 + 1e-9)
+
+
+def test_searches_and_runs_compose_by_renyi_dp_in_one_accountant():
+    """dp-accounting's own, which is given everything. It is less than the sum of ε at shares of δ."""
+    names = ["search", "search", "poisson", "full-batch"]
+    accountant = dp_accounting.rdp.RdpAccountant()
+    for release in released(*names):
+        event = release.event
+        if release.selection is not None:
+            event = dp_accounting.dp_event.RepeatAndSelectDpEvent(event, 6.0, 1.0)
+        accountant.compose(event)
+    spent = ledger.compose(released(*names), DELTA)
+    assert spent.epsilon == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-9)
+    assert spent.how == "composed by Rényi DP, everything together" and spent.adjacency == "add-remove"
+    one_by_one = sum(ledger.compose(released(name), DELTA / 3).epsilon for name in ("search", "search"))
+    assert spent.epsilon < 0.9 * (one_by_one + price("poisson", "full-batch", delta=DELTA / 3))
+
+
+def test_a_search_of_one_try_costs_no_less_than_the_try():
+    """With the run beside it: as the two runs that they are, composed tightly."""
+    assert ledger.compose(released("once", "poisson"), DELTA).epsilon >= price("poisson", "poisson")
+
+
+def test_who_was_held_out_may_be_trained_on_in_a_run_beside_the_search():
+    """With little noise on the scores, being held out costs most: that, and the run, is paid for."""
+    loud, event = dataclasses.replace(SEARCHES["held-out"], score_noise=0.4), SAMPLERS["poisson"].event(3.0, 20)
+    accountant = dp_accounting.rdp.RdpAccountant()
+    score = dp_accounting.GaussianDpEvent(0.4)
+    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(score, 3.0, 1.0)).compose(event)
+    run = Release(SAMPLERS["poisson"], 3.0, 20)
+    spent = ledger.compose([run._replace(selection=loud.to_dict()), run], DELTA)
+    assert spent.epsilon == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-9)
 
 
 def test_two_live_processes_cannot_share_a_name(tmp_path):

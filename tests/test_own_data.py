@@ -47,6 +47,21 @@ def test_own_data_get_noise_that_nobody_can_guess(table, tmp_path):
     assert not torch.equal(*weights)
 
 
+def test_what_is_shown_in_training_is_private(table, tmp_path):
+    """ε, and no loss of the samples."""
+    words = ["train", "--data", table, "--target", "outcome", *BUDGET, "--out", tmp_path]
+    shown = run(*words).stderr
+    assert "epsilon" in shown and "loss" not in shown
+
+
+def test_noise_and_device_are_heeded(table, tmp_path):
+    words = ["train", "--data", table, "--target", "outcome", *BUDGET, "--out", tmp_path, "--json"]
+    found = [json.loads(run(*words, *more).stdout) for more in ([], ["--noise", "secure"], ["--device", "cpu"])]
+    assert ["ChaCha20" in each["statement"] for each in found] == [False, True, False]
+    assert "must be 'fast' or 'secure'. Got 'safe'" in run(*words, "--noise", "safe", code=2).stderr
+    assert "'device' parameter of dpscale must be cpu, or cuda" in run(*words, "--device", "tpu", code=2).stderr
+
+
 def test_a_folder_of_images_is_trained_on(tmp_path):
     for name, shade in (("dark", 20), ("light", 220)):
         (tmp_path / "images" / name).mkdir(parents=True)
@@ -98,8 +113,12 @@ def test_gaps_in_the_target_are_told_in_one_line(table):
         (["--data", "nowhere", *BUDGET], "--data nowhere must be a file table.csv, a folder of images, or"),
         (["--data", "no_such_module:f", *BUDGET], "--data no_such_module:f cannot be imported"),
         (["--data", "TABLE", "--target", "outcome", "--model", "x", *BUDGET], "--model x must be module:function, or"),
-        (["--data", "TABLE", "--target", "outcome", "--s", "0.5", *BUDGET], "--s is for presets."),
-        (["--data", "TABLE", "--target", "outcome", "--device", "abacus", *BUDGET], "'device' parameter of dpscale must be"),
+        (["--data", "TABLE", "--target", "outcome", "--s", "0.5", *BUDGET], "--s is not known for data of your own."),
+        (["--data", "TABLE", "--target", "outcome", "--rate", "fast", *BUDGET], "'rate' parameter of train must be"),
+        (
+            ["--data", "TABLE", "--target", "outcome", "--device", "abacus", *BUDGET],
+            "'device' parameter of dpscale must be",
+        ),
         (["digits", "--target", "b"], "--target and --test are for data of your own."),
     ],
 )

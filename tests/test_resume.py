@@ -195,7 +195,7 @@ def test_an_interrupted_load_keeps_no_key(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         second.load(tmp_path / "run")
     assert second.steps_taken == 1 and len(batches) == first.steps - 1
-    assert second._noise.key.derive("noise/2") != first._noise.key.derive("noise/2")
+    assert second._state.noise.key.derive("noise/2") != first._state.noise.key.derive("noise/2")
 
 
 def test_trap_35_resuming_by_hand_is_seen_in_epsilon(tmp_path):
@@ -219,8 +219,8 @@ def test_trap_21_a_state_needs_no_unpickling_and_holds_no_key(tmp_path):
     assert same(state, run.state_dict())
     run.save(tmp_path / "run")
     content = (tmp_path / "run").read_bytes() + (tmp_path / "state.pt").read_bytes()
-    key = run._noise.key._bytes
-    draws = np.array(run._noise.key.generator("sampling").integers(0, 2**32, size=8, dtype=np.uint32))
+    key = run._state.noise.key._bytes
+    draws = np.array(run._state.noise.key.generator("sampling").integers(0, 2**32, size=8, dtype=np.uint32))
     for secret in (key, key.hex().encode(), draws.tobytes(), str(draws[0]).encode()):
         assert secret not in content
     (length,) = struct.unpack("<Q", content[:8])
@@ -313,10 +313,10 @@ def test_a_state_of_another_plan_or_model_is_refused(other, way, tmp_path):
     some_steps(run, 2)
     run.save(tmp_path / "run")
     changed, words = other(run, tmp_path)
-    before, key = vector(changed.model).clone(), changed._noise.key
+    before, key = vector(changed.model).clone(), changed._state.noise.key
     with pytest.raises(ValueError, match=f"does not fit this run: .*{words}.*Nothing was changed"):
         changed.load_state_dict(run.state_dict()) if way == "state" else changed.load(tmp_path / "run")
-    assert changed.steps_taken == 0 and changed._noise.key is key and torch.equal(vector(changed.model), before)
+    assert changed.steps_taken == 0 and changed._state.noise.key is key and torch.equal(vector(changed.model), before)
 
 
 def test_a_buffer_or_an_optimizer_of_another_kind_is_refused(tmp_path):

@@ -9,11 +9,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -23,9 +25,12 @@ from torch.utils.data import TensorDataset
 import dpscale
 from dpscale import chacha, gaussian, secure_noise
 from dpscale.chances import Fast, Secret, Secure
+from dpscale.integrations.accelerate import prepare
+from dpscale.integrations.sklearn import PrivateClassifier
 from dpscale.noise import Key, Noise
 from dpscale.secure_noise import SecureNoise
-from tests import secure_kernel
+from tests import lightning_runs, secure_kernel, trainers
+from tests.ranks import interpreted
 from tests.test_resume import MOMENTUM
 
 # -- The cipher ------------------------------------------------------------------------------------------------------
@@ -351,14 +356,14 @@ def test_a_seed_reproduces_a_secure_run_and_micro_batches_do_not_matter(micro_ba
 def test_no_noise_and_no_draw_comes_again_after_a_resumption(tmp_path):
     first, _ = run(taken=2)
     first.save(tmp_path / "run")
-    secrets = [first._noise._secret(label) for label in ("noise/3/device 0", "sampling")]
+    secrets = [first._state.noise._secret(label) for label in ("noise/3/device 0", "sampling")]
     second, _ = run(taken=0)
     second.load(tmp_path / "run")
     third, _ = run(taken=0)
     third.load(tmp_path / "run")
     for each in (second, third):
-        assert isinstance(each._noise, SecureNoise)
-        secrets += [each._noise._secret(label) for label in ("noise/3/device 0", "sampling")]
+        assert isinstance(each._state.noise, SecureNoise)
+        secrets += [each._state.noise._secret(label) for label in ("noise/3/device 0", "sampling")]
     assert len(set(secrets)) == 6
     assert len(list(second.batches(DATA))) == 2
 
@@ -399,7 +404,62 @@ def test_make_private_takes_it_too():
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = dpscale.make_private(model, optimizer, DATA, epsilon=3, delta=1e-3, epochs=1, batch=20, noise="secure")
-    assert isinstance(private._noise, SecureNoise)
+    assert isinstance(private._state.noise, SecureNoise)
+
+
+@pytest.mark.parametrize(
+    "compile", [interpreted, pytest.param(True, marks=pytest.mark.compiled)], ids=["traced", "compiled"]
+)
+@pytest.mark.parametrize("micro_batch", [None, 7])
+def test_a_compiled_step_gets_the_same_secure_noise(compile, micro_batch):
+    """The numbers are those of the eager step with the same seed; so no padded row and no part has noise of its own."""
+    private, weights = run(compile=compile, micro_batch=micro_batch)
+    _, eager = run(compile=False)
+    for one, other in zip(weights, eager, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert private._engine._compiled is not None and private._engine.compiles
+    assert not torch.equal(weights[0], run(compile=compile, micro_batch=micro_batch, noise="fast")[1][0])
+
+
+def test_a_compiled_step_adds_secure_noise_once(monkeypatch):
+    steps, add = [], SecureNoise.add
+    monkeypatch.setattr(SecureNoise, "add", lambda self, *given: steps.append(given[2]) or add(self, *given))
+    run(compile=interpreted)
+    assert steps == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("loop", ["transformers", "lightning", "sklearn", "accelerate"])
+def test_other_loops_take_it_too(loop, tmp_path):
+    assert "ChaCha20" in LOOPS[loop](tmp_path, "secure") and "ChaCha20" not in LOOPS[loop](tmp_path, None)
+
+
+def _by_trainer(folder, noise):
+    trained = trainers.trainer(folder, changes={"max_steps": 1}, noise=noise)
+    trained.train()
+    return trained.private.statement()
+
+
+def _by_lightning(folder, noise):
+    callback = lightning_runs.PrivateCallback(lightning_runs.plan(steps=2), noise=noise)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, of workers and of steps without a logger
+        lightning_runs.fit(callback=callback, max_epochs=1)
+    return callback.private.statement()
+
+
+def _by_sklearn(folder, noise):
+    x, y = (t.numpy() for t in DATA.tensors)
+    return PrivateClassifier(delta=1e-3, epochs=2, noise=noise).fit(x, y).statement_
+
+
+def _by_accelerate(folder, noise):
+    model = nn.Linear(4, 3)
+    optimizer, plan = torch.optim.SGD(model.parameters(), lr=0.1), lightning_runs.plan(steps=2)
+    *_, private = prepare(Accelerator(cpu=True), model, optimizer, plan, noise=noise)
+    return private.statement()
+
+
+LOOPS = {"transformers": _by_trainer, "lightning": _by_lightning, "sklearn": _by_sklearn, "accelerate": _by_accelerate}
 
 
 @pytest.mark.parametrize("make", [dpscale.privatize, dpscale.make_private], ids=["privatize", "make_private"])

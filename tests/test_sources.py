@@ -16,6 +16,7 @@ from .helpers import SIZE, data, loss_fn, mlp, private
 
 datasets = pytest.importorskip("datasets")
 pandas = pytest.importorskip("pandas")
+pyarrow = pytest.importorskip("pyarrow")
 BUDGET = {"epsilon": 3, "delta": 1e-3, "epochs": 1, "batch": 12}
 X, Y = (t.numpy() for t in data().tensors)
 
@@ -123,6 +124,10 @@ class Stream(IterableDataset):
         (lambda: [X.tolist(), Y], {"batch": "auto"}, "Got 'list of list, ndarray'"),
         (lambda: (csr_matrix(X), Y), {}, "Got 'tuple of csr_matrix, ndarray'.*toarray"),
         (lambda: frame().set_axis([*"aabc", "y"], axis=1), {"target": "y"}, r"names of their own. Got \"\['a'\] more"),
+        (lambda: frame(gap=[None] + [1.0] * (SIZE - 1)), {"target": "gap"}, "without missing values. Got .1 in 'gap'"),
+        (lambda: pyarrow.table({"x": X[:, 0], "y": Y}), {"target": "y"}, "frame in memory. Got 'Table'.*to_pandas"),
+        (lambda: (row for row in data()), {}, "Got 'generator' instead"),
+        (lambda: type(data()), {}, "Got 'type' instead"),
         (lambda: "data.csv", {"batch": 2}, "must be a dataset.*Got 'str'"),
         (lambda: {"x": X, "y": Y}, {}, "must be a dataset.*Got 'dict'"),
     ],
@@ -161,13 +166,106 @@ def test_a_sample_that_is_there_twice_is_refused(twice):
     assert len(made(apart).batches()) == len(made(ConcatDataset([data(), data()]), batch=24).batches()) == 5
 
 
-@pytest.mark.parametrize(
-    "sampler", [BatchSampler(SubsetRandomSampler(range(30)), 5, False), [[*range(15)], [*range(15, 30)]]]
-)
+class Buckets:
+    """Batches that code of one's own has chosen: of the first so many samples."""
+
+    def __init__(self, many):
+        self.batches = [[*range(k, k + 10)] for k in range(0, many, 10)]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class CountedBuckets(Buckets):
+    def __len__(self):
+        return len(self.batches)
+
+
+def batches_of(many):
+    return BatchSampler(SubsetRandomSampler(range(many)), 5, False), CountedBuckets(many).batches, CountedBuckets(many)
+
+
+@pytest.mark.parametrize("sampler", batches_of(30), ids=["torch", "list", "own"])
 def test_a_loader_whose_batches_leave_samples_out_is_refused(sampler):
     with pytest.raises(ValueError, match=r"over all 60 samples of its dataset\. Got 'one whose sampler has 30'"):
         made(DataLoader(data(), batch_sampler=sampler))
-    made(DataLoader(data(), batch_sampler=BatchSampler(SubsetRandomSampler(range(SIZE)), 5, False)))
+
+
+@pytest.mark.parametrize("sampler", batches_of(SIZE), ids=["torch", "list", "own"])
+def test_a_loader_with_batches_of_all_samples_is_taken(sampler):
+    assert len(made(DataLoader(data(), batch_sampler=sampler)).batches()) == 5
+
+
+def test_a_loader_whose_batches_have_no_end_is_refused():
+    with pytest.raises(ValueError, match=r"Got 'one whose sampler has no length' instead.*or the dataset itself"):
+        made(DataLoader(data(), batch_sampler=Buckets(SIZE)))
+
+
+# -- Data that are given to a run ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tuple", "list", "tensors", "hugging-face", "frame and series", "samples"])
+def test_a_run_draws_from_what_make_private_takes(name):
+    source, _ = SOURCES[name]()
+    run, plain = private(), private()
+    for _ in range(2):  # given again it is the same data
+        one, other = next(run.batches(source)), next(plain.batches(data()))
+        torch.testing.assert_close(rows(one), tuple(other), rtol=1e-6, atol=1e-6)
+
+
+def test_arrays_stay_the_same_data_within_a_shuffled_epoch():
+    run, given = private(sampling=dpscale.Shuffled(size=SIZE, batch=12), steps=10), (X, Y)
+    batches = run.batches(given)
+    run.step(next(batches), loss_fn)
+    assert len(run.batches(given)) == 9
+    with pytest.raises(ValueError, match="the very dataset that this run began with"):
+        run.batches((X.copy(), Y))
+
+
+def test_samples_as_a_function_of_ones_own_collates_them_are_left_alone():
+    seen = []
+
+    def collated(samples):
+        seen.append(type(samples[0]["x"]))
+        return torch.tensor([s["x"] for s in samples]), torch.tensor([s["y"] for s in samples])
+
+    next(private().batches(hugging_face(), collate_fn=collated))
+    assert set(seen) == {list}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (lambda: Stream(), "a dataset with a length and samples by index. Got 'Stream'"),
+        (lambda: (row for row in data()), "Got 'generator'"),
+        (lambda: frame(), r"a dataset, or arrays. Got 'DataFrame'.*make_private\(..., target=...\)"),
+        (lambda: (X[1:], Y[1:]), "of 60 samples, as planned. Got 59"),
+        (lambda: "data.csv", "Got 'str'"),
+    ],
+    ids=["stream", "generator", "frame", "fewer", "text"],
+)
+def test_what_cannot_be_drawn_from_gets_one_line(source, message):
+    with pytest.raises(ValueError, match=message) as error:
+        private().batches(source())
+    assert str(error.value).startswith("The 'dataset' parameter of batches must be ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("people", [False, True])
+@pytest.mark.parametrize("loop", ["batches", "epochs"])
+def test_a_dataset_whose_length_changes_is_refused(people, loop):
+    """In the midst of a loop, or between two epochs of it."""
+    rows = [*data()]
+    given = dpscale.by_user(rows, range(SIZE), records=2) if people else rows
+    run = made(given, epochs=2)
+    with pytest.raises(ValueError, match="The dataset had 60 samples when the run was planned, and has 59 now"):
+        for epoch in run.epochs() if loop == "epochs" else [run.batches()]:
+            for batch in epoch:
+                run.step(batch, loss_fn)
+                if loop == "batches" and len(rows) == SIZE:
+                    rows.pop()
+            if len(rows) == SIZE:
+                rows.pop()
+    assert 1 <= run.steps_taken <= 5
 
 
 # -- Other wrong objects ---------------------------------------------------------------------------------------------

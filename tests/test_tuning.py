@@ -267,7 +267,7 @@ def test_a_booked_search_goes_on_in_its_ledger_alone(tmp_path):
         booked(tmp_path, run="two")[1]()
 
 
-def test_a_search_and_a_run_add_up_at_half_of_delta_each(tmp_path):
+def test_a_search_and_a_run_add_up_in_a_ledger(tmp_path):
     books, search = booked(tmp_path)
     search()
     model = mlp()
@@ -277,9 +277,11 @@ def test_a_search_and_a_run_add_up_at_half_of_delta_each(tmp_path):
     for batch in later.batches(data()):
         later.step(batch, loss_fn)
     later.close()
-    alone = dataclasses.replace(later.plan, delta=None).epsilon(5e-5)
-    assert books.spent().epsilon == pytest.approx(SEARCH.epsilon(PLAN, 5e-5) + alone, rel=1e-6)
-    assert "1 of paid searches, by Rényi DP and 1 of other runs" in books.spent().how
+    accountant = dp_accounting.rdp.RdpAccountant()
+    accountant.compose(dp_accounting.dp_event.RepeatAndSelectDpEvent(PLAN.event(), SEARCH.tries, SEARCH.shape))
+    accountant.compose(later.plan.event())
+    assert COST < books.spent().epsilon == pytest.approx(accountant.get_epsilon(1e-4), rel=1e-9)
+    assert books.spent().how == "composed by Rényi DP, everything together"
 
 
 def test_a_model_made_from_a_run_may_be_the_try():
@@ -313,8 +315,20 @@ def test_what_is_wrong_is_said():
     for wrong in ({"tries": 0.5}, {"shape": -1.0}, {"score_noise": 0.0}):
         with pytest.raises(ValueError, match=f"The '{next(iter(wrong))}' parameter of Selection must be"):
             Selection(**wrong)
-    with pytest.raises(ValueError, match="The 'space' parameter of tune must be"):
-        dpscale.tune(trained, {}, lambda _: 0.0, plan=PLAN)
+    for space in ({}, [0.1, 1.0], {"rate": 0.1}, {"rate": []}, {"rate": "fast"}):
+        with pytest.raises(ValueError, match="The 'space' parameter of tune must be lists of values by name"):
+            dpscale.tune(trained, space, lambda _: 0.0, plan=PLAN)
+    with pytest.raises(ValueError, match=r"The 'train' parameter of tune must be a function. Got 'NoneType'"):
+        dpscale.tune(None, SPACE, lambda _: 0.0, plan=PLAN)
+    with pytest.raises(ValueError, match=r"The 'score' parameter of tune must be a function. Got 'int'"):
+        dpscale.tune(trained, SPACE, 5, plan=PLAN)
+    with pytest.raises(ValueError, match=r"The 'ledger' parameter of tune must be a dpscale.Ledger, or None"):
+        dpscale.tune(trained, SPACE, lambda _: 0.0, plan=PLAN, folder="x", ledger="books")
+
+
+def test_values_may_be_arrays():
+    found = dpscale.tune(trained, {"rate": np.array([0.1]), "s": (0.5,)}, lambda _: 0.0, plan=PLAN, seed=1)
+    assert found.choice == {"rate": 0.1, "s": 0.5}
 
 
 TINY = presets.PRESETS["digits"].replace(epochs=1, train_size=300)

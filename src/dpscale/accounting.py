@@ -25,7 +25,7 @@ import numpy as np
 from scipy import optimize
 
 from dpscale.checks import is_number, require, require_choice, require_positive, require_probability
-from dpscale.privacy_curves import Curve, Part, curves
+from dpscale.privacy_curves import Curve, Part, Renyi, curves, renyi_of
 from dpscale.sampling import Accountant, Adjacency
 
 
@@ -52,6 +52,11 @@ def delta(
     with np.errstate(all="ignore"):  # far tails overflow and underflow as they should
         bounds = _curves(event, adjacency, accountant)
         return min((min(max(curve.delta(epsilon), 0.0), 1.0) for curve in bounds), default=0.0)
+
+
+def renyi(event: dp_accounting.DpEvent, *, adjacency: Adjacency) -> Renyi:
+    """What ``event`` costs in Rényi DP, at the orders of dp-accounting."""
+    return renyi_of(_parts(event, adjacency).items())
 
 
 def calibrate_noise_multiplier(

@@ -88,8 +88,11 @@ def audit(
         _require_ranks(subject, seed)
         traces = [_white_box(subject, count, seed, run, device, options) for run in range(runs)]
         return _report_white_box(subject, traces, delta, confidence, started)
-    require(callable(subject), "audit", "subject", "a Plan, or a function that makes a private run", subject)
-    require(data is not None and not options, "audit", "data", "given, and nothing else, for a function", options)
+    makes = callable(subject) and not isinstance(subject, nn.Module)
+    action = "It is called with data: make_private(data) -> (private, loss_fn)."
+    require(makes, "audit", "subject", "a Plan, or a function that makes a private run", type(subject).__name__, action)
+    require(data is not None, "audit", "data", "given where a function is audited", data, "Canaries are taken from it.")
+    require(not options, "audit", "options", "left out where a function is audited", sorted(options))
     assert data is not None
     guesses = [_input_space(subject, data, inserted, canaries, delta, seed, run) for run in range(runs)]
     return _report_input_space(guesses, delta, confidence, started)

@@ -20,7 +20,7 @@ from dpscale.engine import ScaledSum
 from dpscale.engine.arguments import has_rows, over_rows, tensors_in
 from dpscale.engine.compat import register_tree_node
 from dpscale.engine.verify.randomness import host_states, torch_states
-from dpscale.engine.verify.rows import Features, blank_of, features, neutral
+from dpscale.engine.verify.rows import Features, FeatureTable, blank_of, features, neutral
 from dpscale.packing import packed, unpacked
 from dpscale.sampling import Draw, Indices
 from dpscale.shapes import Sizes
@@ -294,7 +294,7 @@ def chosen_rows(tensors: Sequence[Tensor], draws: Iterable[Indices]) -> Iterator
 
 
 def fetched(
-    dataset: Dataset[Any], loader: Mapping[str, Any], picks: Iterable[Pick], each: int | None = None
+    dataset: Dataset[Any], loader: Mapping[str, Any], picks: Iterable[Pick], size: int, each: int | None = None
 ) -> Iterator[tuple[Pick, Any, Mapping[int, Any], Features | None]]:
     """(What was drawn, the data of it, some samples collated alone, what tells its samples apart if not seen there.)
 
@@ -304,20 +304,25 @@ def fetched(
         dataset: of rows.
         loader: options.
         picks: of each draw.
+        size: of the dataset, as it was and must stay.
         each: rows of a person; None where samples are no people.
     """
     waiting: list[Pick] = []
-    table: Features | None = None
+    table: FeatureTable | None = None
 
     def rows() -> Iterator[Indices]:
         for pick in picks:
+            if (now := len(dataset)) != size:  # type: ignore[arg-type]
+                raise ValueError(
+                    f"The dataset had {size} samples when the run was planned, and has {now} now. Sampling and "
+                    "accounting rely on its size: add or remove samples between runs."
+                )
             waiting.append(pick)
             yield pick.rows
 
     counted: Iterable[tuple[int, Any, Mapping[int, Any]]]
     if type(dataset) is TensorDataset and not loader:
-        if any(t.device.type != "cpu" for t in dataset.tensors):  # looked over once: a step must not wait for it
-            table = features(dataset.tensors, wait=True)
+        table = FeatureTable(dataset.tensors)
         counted = ((len(data[0]), data, {}) for data in chosen_rows(dataset.tensors, rows()))
     else:
         collate = Collated(loader.get("collate_fn") or default_collate, each)
@@ -331,7 +336,8 @@ def fetched(
                 "told. Give a sample for each index: one that cannot be read may be a constant, such as zeros."
             )
         if len(pick.indices):
-            yield pick, data, singles, None if table is None else table[pick.rows].reshape(len(pick.indices), -1)
+            found = None if table is None else table.of(pick.rows, data)
+            yield pick, data, singles, None if found is None else found.reshape(len(pick.indices), -1)
         else:
             yield pick, neutral(data), {}, None
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dpscale import accounting
+from dpscale.booking import Booking
 from dpscale.card_page import page
 from dpscale.card_verify import GRID, SCHEMA, checksum
 from dpscale.card_verify import verify as verify
@@ -75,6 +76,13 @@ class Booked:
     run: str
     lost: int = 0
     crashed: int = 0
+
+    @staticmethod
+    def of(booking: Booking | None, lost: int = 0) -> "Booked | None":
+        """What is booked by this process, if anything is."""
+        if booking is None:
+            return None
+        return Booked(ledger=booking.ledger, run=booking.name, lost=lost, crashed=booking.crashed)
 
     def to_dict(self) -> dict[str, Any]:
         """What all runs on the data have spent together."""

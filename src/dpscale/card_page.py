@@ -1,9 +1,10 @@
 """The page of a privacy card, from its values: no scripts, and nothing from elsewhere."""
 
 import html
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from dpscale.plan import rounded_up
 
 _STYLE = """
 :root{color-scheme:light dark}
@@ -22,14 +23,13 @@ ul{padding-left:1.2rem}li,small,p{overflow-wrap:anywhere}
 def page(card: Mapping[str, Any]) -> str:
     """One page, for people."""
     guarantee, attacker = card["guarantee"], card["attacker"]
-    up = math.ceil(guarantee["epsilon"] * 1e3) / 1e3
     parts = [
         "<h1>Privacy card</h1>",
-        f"<p class=big>ε = {up:g} at δ = {guarantee['delta']:g}</p>",
+        f"<p class=big>ε = {rounded_up(guarantee['epsilon'])} at δ = {guarantee['delta']:g}</p>",
         f"<p>{_text(attacker['words'])}</p>",
         "<h2>What is promised</h2>", _table("words", ((n, w[:1].upper() + w[1:]) for n, w in card["words"].items())),
         "<h2>What an attacker can find</h2>",
-        _numbers(("wrongly said to be in", "found, at most"),
+        _numbers(("false alarms: wrongly said to be in", "found, at most"),
                  ((f"{row['false_alarms']:.1%}", f"{row['found_at_most']:.1%}") for row in attacker["trade_off"])),
         "<h2>ε at other δ</h2>", _curve(card["curve"]),
         "<h2>What was composed</h2>",
@@ -58,7 +58,7 @@ def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 _COMPOSED = {"ledger": "Ledger", "run": "Run", "epsilon": "ε spent by all runs", "total": "of a total of",
-             "delta": "at δ", "adjacency": "Adjacency", "how": "Composed"}  # fmt: skip
+             "delta": "at δ", "adjacency": "Adjacency", "how": "How"}  # fmt: skip
 
 
 def _composed(spent: Mapping[str, Any] | None) -> str:

@@ -87,6 +87,13 @@ class Rule(StrEnum):
     psasc = "psasc"
 
 
+class Noise(StrEnum):
+    """Names of sources of noise."""
+
+    fast = "fast"
+    secure = "secure"
+
+
 class Accountant(StrEnum):
     """Names of accountants."""
 
@@ -256,7 +263,11 @@ def verify(
     """
     from dpscale.card import verify
 
-    problems = verify(json.loads(card.read_text(encoding="utf-8")))
+    try:
+        read = json.loads(card.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{card} is no card: it is not JSON. Save one by card.save('card.json').") from error
+    problems = verify(read)
     if as_json:
         print_json({"confirmed": not problems, "problems": problems})
     else:
@@ -278,6 +289,7 @@ def audit(
     confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
     seed: Annotated[int | None, typer.Option(help="For the same audit again; default: fresh randomness.")] = None,
     device: Annotated[str, typer.Option(help="Where to train: cpu, or cuda.")] = "cpu",
+    noise: Annotated[Noise | None, typer.Option(help="Where the noise comes from; default: as in training.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw claimed curve and measured points here.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -294,16 +306,19 @@ def audit(
     if (epsilon is None) == (noise_multiplier is None):
         raise ValueError("Give either --epsilon or --noise-multiplier.")
     from dpscale.audit import audit as measure
+    from dpscale.lab import device as place
     from dpscale.scaling import RULES
 
+    place.require_there(device)
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "noise_multiplier": noise_multiplier}
     planned = _plan(sampler, size, batch, accountant=Accountant.pld, **length)
     planned = dataclasses.replace(planned, scaling=RULES[rule.value]())
     if epsilon is not None:
         planned = planned.calibrate(epsilon=epsilon, delta=delta)
     report = measure(
-        planned, canaries=canaries, runs=runs, delta=delta, confidence=confidence, seed=seed, device=device
-    )
+        planned, canaries=canaries, runs=runs, delta=delta, confidence=confidence, seed=seed, device=device,
+        noise=None if noise is None else noise.value,
+    )  # fmt: skip
     if picture is not None:
         report.picture(picture)
     if as_json:

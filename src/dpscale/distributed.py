@@ -24,12 +24,12 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from dpscale.checks import out_of_memory
+from dpscale.checks import out_of_memory, require
 from dpscale.engine.compat import all_gather, group_timeout, is_sharded, tree_leaves, tree_map
 from dpscale.engine.verify.randomness import own_randomness
 from dpscale.noise import Key
 from dpscale.sampling import Indices
-from dpscale.sharding import Shards, as_shard, buckets, gradient
+from dpscale.sharding import Shards, as_shard, buckets
 
 T = TypeVar("T")
 
@@ -77,8 +77,9 @@ def unwrapped(model: Any) -> nn.Module:
                 raise ValueError(f"The model is in {made.__name__}. {name} is not known here. {action}")
     while isinstance(model, DistributedDataParallel):
         model = model.module
-    assert isinstance(model, nn.Module)
-    return model
+    require(isinstance(model, nn.Module), "privatize", "model", "a torch.nn.Module", type(model).__name__,
+            "Pass the module itself: not its class, nor a function.")  # fmt: skip
+    return model  # type: ignore[no-any-return]
 
 
 class Ranks:
@@ -95,6 +96,8 @@ class Ranks:
         self._shards: Shards | None = None
         if not (distributed.is_available() and distributed.is_initialized()):
             _require_no_launcher()
+            action = "Call torch.distributed.init_process_group() first, or leave it out."
+            require(group is None, "privatize", "group", "None where there are no processes", group, action)
             return
         self._group = group if group is not None else distributed.group.WORLD
         self.rank, self.size = distributed.get_rank(self._group), distributed.get_world_size(self._group)
@@ -274,8 +277,11 @@ class Ranks:
 
     def set_gradient(self, p: Tensor, mean: Tensor) -> None:
         """Hand it to the optimizer."""
-        kept = self.stored(p)
-        kept.grad = gradient(kept, mean)
+        mean = mean if mean.dtype == p.dtype else mean.to(p.dtype)
+        if self._shards is None:
+            p.grad = mean
+        else:
+            self._shards.set_gradient(p, mean)
 
     def give_back(self) -> None:
         """Leave a sharded model in shards, where a forward was not followed by its step."""

@@ -32,6 +32,11 @@ from dpscale.sampling import SAMPLERS, Adjacency, Sampling
 if TYPE_CHECKING:
     import dp_accounting
 
+    from dpscale.privacy_curves import Renyi
+
+PAID = "paid searches, by Rényi DP"
+"""What searches are called where costs are told."""
+
 VERSION = 1
 _MARK = 0x64707363  # "dpsc", in the header of the file
 _PATIENCE = 60.0  # seconds to wait for other processes
@@ -102,6 +107,35 @@ class Release(NamedTuple):
     def event(self) -> "dp_accounting.DpEvent":
         """For an accountant; of a selection, that of one try."""
         return self.sampling.event(self.noise_multiplier, self.steps)
+
+    @property
+    def kind(self) -> str:
+        """What it composes tightly with, in words."""
+        if self.selection is not None:
+            return PAID
+        replaced = self.sampling.adjacency == "replace-one"
+        return "runs that replace a sample, tightly" if replaced else "runs that leave a sample out, tightly"
+
+    @property
+    def neighbours(self) -> Adjacency:
+        """Under which it is composed: where a sample is left out, as if it contributed nothing."""
+        return "replace-one" if self.sampling.adjacency == "replace-one" else "zero-out"
+
+    def price(self, delta: float) -> float:
+        """ε of a selection."""
+        from dpscale.selection import Selection
+
+        assert self.selection is not None
+        return Selection.from_dict(self.selection).cost(self.event, self.neighbours, delta)
+
+    def renyi(self) -> "Renyi":
+        """Its Rényi DP."""
+        from dpscale import accounting
+        from dpscale.selection import Selection
+
+        if self.selection is None:
+            return accounting.renyi(self.event, adjacency=self.neighbours)
+        return Selection.from_dict(self.selection).renyi(self.event, self.neighbours)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +300,8 @@ class Ledger:
 
     def _make(self, epsilon: float | None, delta: float | None) -> None:
         """Make the file if it is not there, and check that it is a ledger."""
+        action = "It is a folder: name a file in it."
+        require(not self.path.is_dir(), "Ledger", "path", "of a file", str(self.path), action)
         if not self.path.exists() or self._look() == (0, 0, 0):  # or one that was killed while it was made
             for name, value in (("epsilon", epsilon), ("delta", delta)):
                 must, action = f"given: there is no ledger {self.path} yet", "Give the total of all runs, once."
@@ -340,49 +376,53 @@ def _unit(plan: Mapping[str, Any]) -> str:
 
 
 def compose(releases: Sequence[Release], delta: float) -> Spent:
-    """What releases on the same data cost together, at ``delta``.
+    """What releases on the same data cost together, at ``delta``: the least of the bounds that are known to hold.
 
-    Those under one adjacency compose tightly. A sampler whose neighbours have one sample more or less makes the same
-    promise where that sample contributes nothing (zero-out), and so, with room to spare, does one whose neighbours
-    replace a sample: nothing is one of the things to replace it by. So both kinds together are stated under zero-out.
-    Each kind is composed by itself at half of δ there, and the two ε are added.
+    | there are                                          | bound                                             | tight |
+    |----------------------------------------------------|---------------------------------------------------|-------|
+    | runs under one adjacency                           | composed by `accounting.epsilon`                  | yes   |
+    | one paid search                                    | `Selection.cost`, by Rényi DP                     | no    |
+    | two or three of: runs that leave a sample out,     | the lesser of: ε of each of these at an equal     | no    |
+    | runs that replace one, paid searches               | share of δ, added up; Rényi DP of everything      |       |
 
-    Of a selection only Rényi DP is known. So each selection is a part of its own, and where there are several parts
-    each has an equal share of δ.
+    A sampler whose neighbours have one sample more or less makes the same promise where that sample contributes nothing
+    (zero-out), and so, with room to spare, does one whose neighbours replace a sample: nothing is one of the things to
+    replace it by. So both kinds together are stated under zero-out. Rényi DP, at one order, adds up over whatever is
+    released (Mironov 2017, Proposition 1); of a selection nothing else is known.
     """
     releases = [release for release in releases if release.steps]
-    kinds: dict[Any, list[Release]] = {}
-    for number, release in enumerate(releases):
-        replaced = release.sampling.adjacency == "replace-one"
-        kinds.setdefault(number if release.selection else f"replaced {replaced}", []).append(release)
-    total = sum(_cost(same, delta / len(kinds)) for same in kinds.values())
+    parts: dict[str, list[Release]] = {}
+    for release in releases:
+        parts.setdefault(release.kind, []).append(release)
     stated = {release.sampling.adjacency for release in releases}
-    adjacency = stated.pop() if len(stated) == 1 else "zero-out"
-    searches = sum(release.selection is not None for release in releases)
-    if searches:
-        rest = f" and {len(kinds) - searches} of other runs" if len(kinds) > searches else ""
-        how = f"added up from {searches} of paid searches, by Rényi DP{rest}, at an equal share of delta each"
-        return Spent(total, adjacency, how if len(kinds) > 1 else "by Rényi DP of the paid search")
-    if len(kinds) == 2:
-        how = "added up from two parts, composed tightly each: runs that replace a sample, and runs that leave one out"
-        return Spent(total, "zero-out", how)
-    return Spent(total, adjacency, "composed tightly, all runs together")
+    adjacency: Adjacency = stated.pop() if len(stated) == 1 else "zero-out"
+    if len(parts) > 1:
+        added = sum(_cost(part, delta / len(parts)) for part in parts.values())
+        together = _renyi(releases).epsilon(delta)
+        if together < added:
+            return Spent(together, adjacency, "composed by Rényi DP, everything together")
+        return Spent(added, adjacency, f"added up at an equal share of delta each: {'; '.join(sorted(parts))}")
+    how = "composed by Rényi DP" if PAID in parts else "composed tightly, all runs together"
+    return Spent(sum(_cost(part, delta) for part in parts.values()), adjacency, how)
 
 
 def _cost(same: Sequence[Release], delta: float) -> float:
-    """ε of releases of one kind, or of one selection."""
+    """ε of releases of one kind."""
     from dpscale import accounting
 
-    replaced = same[0].sampling.adjacency == "replace-one"
-    adjacency: Adjacency = "replace-one" if replaced else "zero-out"
-    if same[0].selection is not None:
-        from dpscale.selection import Selection
-
-        return Selection.from_dict(same[0].selection).cost(same[0].event, adjacency, delta)
+    if same[0].kind == PAID:
+        return same[0].price(delta) if len(same) == 1 else _renyi(same).epsilon(delta)
     import dp_accounting
 
     event = dp_accounting.ComposedDpEvent([release.event for release in same])
-    return accounting.epsilon(event, delta=delta, adjacency=adjacency)
+    return accounting.epsilon(event, delta=delta, adjacency=same[0].neighbours)
+
+
+def _renyi(releases: Sequence[Release]) -> "Renyi":
+    """Rényi DP of all of them, order by order."""
+    from dpscale.privacy_curves import Renyi
+
+    return Renyi.total(release.renyi() for release in releases)
 
 
 def _create(db: sqlite3.Connection, epsilon: float | None, delta: float | None) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dpscale.batches import Batch
 from dpscale.checks import quiet
 from dpscale.engine import Engine, LossFn, UnsupportedModel, batch_size, check_losses, require_finite, trainable
+from dpscale.engine.arguments import check_loss_fn
 from dpscale.engine.modules import structure
 from dpscale.engine.verify.look import Subject
 from dpscale.model_fix import fixable
@@ -54,6 +55,7 @@ def check(model: nn.Module, loss_fn: LossFn, batch: Any) -> CheckReport:
         >>> bool(dpscale.check(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), loss_fn, batch))
         False
     """
+    check_loss_fn("check", loss_fn)
     data = unpacked(batch.data if isinstance(batch, Batch) else batch)
     loss_fn = over_packed(loss_fn) if holds(data, Padded) else loss_fn
     samples, device = batch_size(data)

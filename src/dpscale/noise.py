@@ -66,6 +66,8 @@ CHUNK = 1 << 24
 class Noise:
     """The noise of a run: a fresh stream for every step. The room that it is drawn into is kept between steps."""
 
+    source = "fast"
+
     def __init__(self, key: Key) -> None:
         self.key = key
         self._rooms: dict[torch.device, _Room] = {}

@@ -15,7 +15,7 @@ from dpscale.ledger import Ledger
 from dpscale.momentum import Momentum
 from dpscale.people import people_of
 from dpscale.plan import Plan
-from dpscale.sampling import Poisson
+from dpscale.sampling import Poisson, Sampling
 from dpscale.scaling import PSASC, Scaling
 from dpscale.secure_noise import Source
 from dpscale.sources import dataset_of
@@ -45,10 +45,10 @@ def make_private(
 
     Args:
         model, optimizer: as for `privatize`.
-        data: a dataset that has a length, or a DataLoader over one. Of a loader the dataset is taken, ``collate_fn``,
-            ``pin_memory`` and what concerns its workers; batches are drawn by `Poisson` in place of its sampler, which
-            is logged. A loader that leaves samples out is refused, since the plan draws from all of them. Or arrays:
-            ``X`` or ``(X, y)``; a pandas frame, with ``target``; a Hugging Face dataset; people, from `by_user`.
+        data: a dataset that has a length; arrays, ``X`` or ``(X, y)``; a pandas frame, with ``target``; a Hugging Face
+            dataset; people, from `by_user`; or a DataLoader, of which the dataset, ``collate_fn``, ``pin_memory`` and
+            workers are kept, and the sampler is replaced by `Poisson`, which is logged. One that leaves samples out is
+            refused.
         epsilon, delta: the budget.
         target: the column of a frame that is to be learned. A batch is then ``(inputs, target)``.
         epochs, batch: passes over the data and expected batch size, which counts people where data are people. `advise`
@@ -77,17 +77,9 @@ def make_private(
     batch, epochs, epsilon, delta = map(plain_number, (batch, epochs, epsilon, delta))
     size = len(dataset)  # type: ignore[arg-type]
     require(size > 0, "make_private", "data", "a dataset with at least one sample", "an empty dataset")
-    rule = DEFAULT_RULE if scaling is None else scaling
     ok = batch == "auto" or (isinstance(batch, int) and not isinstance(batch, bool) and 1 <= batch <= size)
     require(ok, "make_private", "batch", f"'auto' or an integer from 1 to {size}", batch)
-    if batch != "auto" and epochs is not None:
-        sampling = Poisson(size=size, batch=batch)
-        plan = Plan(scaling=rule, sampling=sampling, epochs=epochs, momentum=momentum)
-        plan = plan.calibrate(epsilon=epsilon, delta=delta)
-    else:
-        given = None if batch == "auto" else batch
-        advice = advise(size=size, epsilon=epsilon, delta=delta, batch=given, epochs=epochs)
-        plan = advice.plan(scaling=rule, momentum=momentum)
+    plan = _planned(size, None if batch == "auto" else batch, epochs, scaling, momentum, epsilon, delta)
     plan = plan if people is None else replace(plan, records=people.records)
     log.info("dpscale: batch %d on average, %g epochs, %d steps, noise multiplier %.4g.", plan.expected_batch,
              plan.epochs, plan.steps, plan.noise_multiplier)  # fmt: skip
@@ -96,11 +88,36 @@ def make_private(
     _log_rates(private.model, optimizer, plan)
     private.remember(data, dataset, loader)
     if isinstance(data, DataLoader):
-        log.warning(
-            "dpscale: Poisson draws of %d samples on average, from all %d, take the place of the DataLoader's sampler "
-            "and batch size.", plan.expected_batch, size,
-        )  # fmt: skip
+        say_drawn(plan)
     return private
+
+
+def plan_for(
+    sampling: Sampling, *, epsilon: float, delta: float, scaling: Scaling | None = None, **settings: Any
+) -> Plan:
+    """A plan that spends the budget, with the rule of `make_private` if none is given. ``settings``: of `Plan`."""
+    plan = Plan(scaling=DEFAULT_RULE if scaling is None else scaling, sampling=sampling, **settings)
+    return plan.calibrate(epsilon=epsilon, delta=delta)
+
+
+def say_drawn(plan: Plan) -> None:
+    """That a loader's own sampling is not used."""
+    log.warning(
+        "dpscale: Poisson draws of %d samples on average, from all %d, take the place of the DataLoader's sampler and "
+        "batch size.", plan.expected_batch, plan.sampling.size,
+    )  # fmt: skip
+
+
+def _planned(
+    size: int, batch: int | None, epochs: float | None, rule: Scaling | None, momentum: Momentum | None, epsilon: float,
+    delta: float,
+) -> Plan:  # fmt: skip
+    """A calibrated plan; what is None is advised."""
+    if batch is None or epochs is None:
+        advice = advise(size=size, epsilon=epsilon, delta=delta, batch=batch, epochs=epochs)
+        return advice.plan(scaling=rule or DEFAULT_RULE, momentum=momentum)
+    budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
+    return plan_for(Poisson(size=size, batch=batch), scaling=rule, momentum=momentum, **budget)
 
 
 def _log_rates(model: nn.Module, optimizer: Optimizer, plan: Plan) -> None:
@@ -116,26 +133,41 @@ def _log_rates(model: nn.Module, optimizer: Optimizer, plan: Plan) -> None:
                  highest * factor, optimizer.param_groups[0]["lr"])  # fmt: skip
 
 
-def taken_apart(data: Any, target: str | None = None) -> tuple[Dataset[Any], dict[str, Any]]:
-    """The dataset, and options of the loader around it that were set and do not sample."""
+def taken_apart(
+    data: Any, target: str | None = None, owner: str = "make_private", name: str = "data"
+) -> tuple[Dataset[Any], dict[str, Any]]:
+    """The dataset, and options of the loader around it that were set and do not sample.
+
+    Args:
+        data: a DataLoader, or what `dataset_of` takes.
+        target: the column of a frame that is to be learned.
+        owner, name: of the parameter, for complaints.
+    """
     if not isinstance(data, DataLoader):
-        return dataset_of("make_private", data, target), {}
-    size = len(dataset_of("make_private", data.dataset, target))  # type: ignore[arg-type]
-    require(data.batch_sampler is not None, "make_private", "data", "a DataLoader that makes batches of samples",
+        return dataset_of(owner, data, target, name=name), {}
+    size = len(dataset_of(owner, data.dataset, target, name=name))  # type: ignore[arg-type]
+    require(data.batch_sampler is not None, owner, name, "a DataLoader that makes batches of samples",
             "one with batch_size=None", "Pass a dataset of single samples.")  # fmt: skip
     drawn = _drawn_by(data)
-    require(drawn in (None, size), "make_private", "data", f"a DataLoader over all {size} samples of its dataset",
-            f"one whose sampler has {drawn}", "The plan draws from the whole dataset: pass "
+    require(drawn == size, owner, name, f"a DataLoader over all {size} samples of its dataset",
+            f"one whose sampler has {'no length' if drawn is None else drawn}", "The plan draws from all of it: pass "
             "torch.utils.data.Subset(dataset, indices), or the dataset itself.")  # fmt: skip
-    return data.dataset, {
-        n: v for n, default in _KEPT.items() if (v := getattr(data, n)) is not default and v != default
-    }
+    return data.dataset, kept_options(data)
+
+
+def kept_options(loader: Any) -> dict[str, Any]:
+    """Of a loader, what was set and does not sample."""
+    found = {name: getattr(loader, name, default) for name, default in _KEPT.items()}
+    return {name: value for name, value in found.items() if value is not _KEPT[name] and value != _KEPT[name]}
 
 
 def _drawn_by(loader: DataLoader[Any]) -> int | None:
-    """How many samples a loader goes through in an epoch; None where it does not say."""
+    """How many samples a loader goes through in an epoch; None where it does not say.
+
+    Batches that are chosen by code of one's own are gone through, if there is an end to them.
+    """
     batches = loader.batch_sampler
-    if isinstance(batches, list | tuple):
-        return len({place for batch in batches for place in batch})
-    sampler = getattr(batches, "sampler", loader.sampler)
-    return len(sampler) if isinstance(sampler, Sized) else None
+    sampler = getattr(batches, "sampler", None)
+    if sampler is not None:
+        return len(sampler) if isinstance(sampler, Sized) else None
+    return len({place for batch in batches for place in batch}) if isinstance(batches, Sized) else None

@@ -36,6 +36,7 @@ class People(Dataset[list[Any]]):
 
     Attributes:
         dataset: of the records.
+        size: how many records there are in all.
         users: the people, by their place.
         records: the most that are taken of one person.
         each: rows of a person in a batch: as many as the person with most records takes up.
@@ -43,6 +44,7 @@ class People(Dataset[list[Any]]):
 
     def __init__(self, dataset: Dataset[Any], users: Sequence[Hashable], of: Sequence[Indices], records: int) -> None:
         self.dataset, self.users, self.records = dataset, list(users), records
+        self.size = len(dataset)  # type: ignore[arg-type]
         self._of = list(of)
         self.each = min(records, max(map(len, self._of), default=1))
 
@@ -123,7 +125,7 @@ def by_user(dataset: Any, users: Any, *, records: int, target: str | None = None
     require_count("by_user", "records", records, action="It is the most that are taken of one person; 8 is a start.")
     named = isinstance(users, str)
     owners = column_of("by_user", dataset, users) if named else users
-    rows = dataset_of("by_user", dataset, target, without=[users] if named else [])
+    rows = dataset_of("by_user", dataset, target, without=[users] if named else [], name="dataset")
     action = "For households, give each record its household in place of its person."
     require(people_of(rows) is None, "by_user", "dataset", "of records", "people", action)
     size = len(rows)  # type: ignore[arg-type]

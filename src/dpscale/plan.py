@@ -100,6 +100,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         settle_numbers(self)
+        action = "Clip(C=1.0) is the rule of DP-SGD."
+        require(isinstance(self.scaling, Scaling), "Plan", "scaling", "a scaling rule", self.scaling, action)
+        action = "Poisson(size=len(dataset), batch=256) is usual."
+        require(isinstance(self.sampling, Sampling), "Plan", "sampling", "a sampler", self.sampling, action)
         self._settle_noise()
         self._settle_steps()
         if self.delta is not None:
@@ -258,12 +262,12 @@ class Plan:
             return "NO PRIVACY: no noise is added; epsilon is infinite."
         if pld < rdp:
             return (
-                f"({_up(pld)}, {delta:g})-differential privacy. "
-                f"Tight accounting (PLD): epsilon = {_up(pld)}; Rényi DP (RDP): epsilon = {_up(rdp)}."
+                f"({rounded_up(pld)}, {delta:g})-differential privacy. "
+                f"Tight accounting (PLD): epsilon = {rounded_up(pld)}; Rényi DP (RDP): epsilon = {rounded_up(rdp)}."
             )
         return (  # "pld" gives the smaller of the two
-            f"({_up(rdp)}, {delta:g})-differential privacy. "
-            f"Rényi DP (RDP): epsilon = {_up(rdp)}; privacy loss distributions (PLD) give nothing smaller here."
+            f"({rounded_up(rdp)}, {delta:g})-differential privacy. "
+            f"Rényi DP (RDP): epsilon = {rounded_up(rdp)}; privacy loss distributions (PLD) give nothing smaller here."
         )
 
     def __repr__(self) -> str:
@@ -349,8 +353,8 @@ def _of_people(line: str) -> str:
     return re.sub(r"\bsample\b", "person", re.sub(r"\bsamples\b", "people", line))
 
 
-def _up(epsilon: float) -> str:
-    # Rounded up: a statement must not promise more than was computed.
+def rounded_up(epsilon: float) -> str:
+    """For people to read: a statement must not promise more than was computed."""
     return f"{math.ceil(epsilon * 1000) / 1000:g}" if epsilon < 1000 else f"{math.ceil(epsilon)}"
 
 

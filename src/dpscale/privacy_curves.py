@@ -12,6 +12,7 @@ under replace-one).
 """
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache, reduce
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -66,15 +67,22 @@ class _Exact(NamedTuple):
         return float(_gaussian(np.array(epsilon), self.sigma)) if self.sigma > 0 else 1.0
 
 
-class _Rdp(NamedTuple):
-    """Rényi DP (Mironov 2017), converted at the best of dp-accounting's orders."""
+class Renyi(NamedTuple):
+    """Rényi DP (Mironov 2017), converted at the best of dp-accounting's orders. What several releases have adds up."""
 
     rdp: Floats
 
+    @staticmethod
+    def total(of: Iterable["Renyi"]) -> "Renyi":
+        """That of all of them together, whatever each has seen of those before (Proposition 1 there)."""
+        return Renyi(np.sum([np.zeros(len(_ORDERS)), *(each.rdp for each in of)], axis=0))
+
     def epsilon(self, delta: float) -> float:
+        """The ε at ``delta``."""
         return float(rdp_privacy_accountant.compute_epsilon(_ORDERS, self.rdp, delta)[0])
 
     def delta(self, epsilon: float) -> float:
+        """The δ at ``epsilon``."""
         return float(rdp_privacy_accountant.compute_delta(_ORDERS, self.rdp, epsilon)[0])
 
 
@@ -97,7 +105,7 @@ def curves(parts: frozenset[tuple[Part, int]], *, pld: bool) -> tuple[Curve, ...
         return ()
     if any(part.sigma < LEAST_SIGMA for part, _ in parts):
         return (_Exact(0.0),)
-    rdp = _Rdp(np.sum([count * _rdp(part) for part, count in parts], axis=0))
+    rdp = renyi_of(parts)
     if not pld:
         return (rdp,)
     # Sampling never costs privacy, so the Gaussian on all of the data bounds each part. It is the answer itself
@@ -116,9 +124,16 @@ def curves(parts: frozenset[tuple[Part, int]], *, pld: bool) -> tuple[Curve, ...
     return (_Pld(reduce(lambda a, b: a.compose(b), composed)), unsampled, rdp)
 
 
+def renyi_of(parts: Iterable[tuple[Part, int]]) -> Renyi:
+    """Rényi DP of the composition of ``parts``."""
+    return Renyi.total(Renyi(count * _rdp(part)) for part, count in parts)
+
+
 @lru_cache(maxsize=64)
 def _rdp(part: Part) -> Floats:
     """Rényi divergences of one release. Where rounding makes them 0 or less they count as not known."""
+    if part.sigma < LEAST_SIGMA:
+        return np.full(len(_ORDERS), np.inf)
     event = dp_accounting.GaussianDpEvent(part.sigma)
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
     if part.kind == "poisson":

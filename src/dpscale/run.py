@@ -16,6 +16,7 @@ from dpscale.engine import ScaledSum
 from dpscale.momentum import MomentumState
 from dpscale.plan import Plan, differences
 from dpscale.sampling import Draw, Indices
+from dpscale.secure_noise import AnyNoise
 
 VERSION = 2
 """Of the states that `RunState.saved` gives."""
@@ -28,6 +29,8 @@ class RunState:
     Draws are numbered from 1. A draw is handed out, then released once or dropped. Any number may be outstanding.
 
     Attributes:
+        plan: what the run is under. That its samples are people it may learn from the data, before the first release.
+        noise: where draws and noise come from; another one after each resumption.
         steps_taken: draws that were released.
         handed_out: number of the draw that was handed out last.
         last_released: the highest number that was released. A new loop goes on after it.
@@ -45,9 +48,10 @@ class RunState:
         name: of the run in that ledger.
         dataset: whose samples have a place that must stay.
         ahead: what fetches the next batch ahead of time, where that is a matter of a moment.
-        remembered: what `make_private` was given to draw from: its source, the dataset of it, options of the loader.
     """
 
+    plan: Plan
+    noise: AnyNoise = field(repr=False)
     steps_taken: int = 0
     handed_out: int = 0
     last_released: int = 0
@@ -65,11 +69,21 @@ class RunState:
     name: str | None = None
     dataset: Any = None
     ahead: Callable[[], None] | None = field(default=None, repr=False)
-    remembered: tuple[Any, Any, Mapping[str, Any]] | None = None
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # batches may be drawn by a thread
     turn: threading.RLock = field(default_factory=threading.RLock, repr=False)  # one step at a time, or one save
     _made: WeakSet[Draw] = field(default_factory=WeakSet, repr=False)  # to say what became of a draw, for errors
     _released: WeakSet[Draw] = field(default_factory=WeakSet, repr=False)
+
+    @property
+    def steps(self) -> int:
+        """How many draws may be released in all."""
+        assert self.plan.steps is not None
+        return self.plan.steps
+
+    @property
+    def per_sample(self) -> bool:
+        """Whether the momentum has a memory of every sample."""
+        return self.plan.momentum is not None and self.plan.momentum.per_sample
 
     def start_loop(self) -> int:
         """Begin a new loop after the last draw that was released; what is outstanding is dropped."""
@@ -109,48 +123,55 @@ class RunState:
         self._made.add(draw)
         return draw
 
-    def release(self, draw: Draw, source: str) -> int:
-        """Book a draw as a step with noise from ``source``; its number."""
+    def release(self, draw: Draw) -> int:
+        """Count a draw as a step; its number."""
         del self.outstanding[draw.number]
         self.parts.pop(draw.number, None)
         self._released.add(draw)
-        self.sources |= {source}
+        self.sources |= {self.noise.source}
         self.steps_taken += 1
         self.released_here += 1
         self.last_released = max(self.last_released, draw.number)
         return self.steps_taken
 
-    def charged(self, independent: bool, draw: Draw | None = None) -> int:
+    def charged(self, draw: Draw | None = None) -> int:
         """Steps to account for, if ``draw`` is released too, lost ones included."""
-        return self.lost + self.position(independent, draw)
+        return self.lost + self.position(draw)
 
-    def position(self, independent: bool, draw: Draw | None = None) -> int:
+    def position(self, draw: Draw | None = None) -> int:
         """The step that the run is at, after ``draw`` if that is released too. Where draws are not independent (a
         shuffled epoch), those that were left out count as well."""
-        if independent:
+        if self.plan.sampling.independent:
             return self.steps_taken + (draw is not None)
         return self.last_released if draw is None else max(self.last_released, draw.number)
 
-    def saved(self, plan: Plan, parameters: Mapping[str, Tensor], order: Indices | None) -> dict[str, Any]:
-        """What a run needs to go on: plain values and tensors, which are not copied. No key of any random stream.
+    def order_of(self, step: int) -> Indices | None:
+        """Of the shuffled epoch that ``step`` lies in, if it has begun before."""
+        sampling = self.plan.sampling
+        if self.order is not None and step // sampling.steps(1) == self.order[0]:
+            return self.order[1]
+        return sampling.order(self.noise.sampling(), step)
 
-        Args:
-            plan: the one that the run is under.
-            parameters: the trainable ones.
-            order: of the shuffled epoch that is under way.
-        """
+    def saved(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What a run on these parameters needs to go on: plain values and tensors, which are not copied. No key of any
+        random stream."""
         momentum = self.held if self.momentum is None else self.momentum.saved()
+        order = self.order_of(self.last_released)
         return {
-            "version": VERSION, "plan": plan.to_dict(), "parameters": _described(parameters),
+            "version": VERSION, "plan": self.plan.to_dict(), "parameters": _described(parameters),
             "steps_taken": self.steps_taken, "last_released": self.last_released, "lost": self.lost,
             "resumed": self.resumed, "order": None if order is None else torch.from_numpy(order),
-            "momentum": momentum, "noise": sorted(self.sources),
+            "momentum": momentum, "noise": sorted(self.sources), "run": self.name,
         }  # fmt: skip
 
-    def restore(self, saved: Mapping[str, Any], plan: Plan, lost: int) -> None:
-        """Go on from a state that `refusals` has nothing against. Draws that are outstanding are dropped."""
+    def restore(self, saved: Mapping[str, Any], plan: Plan, noise: AnyNoise) -> None:
+        """Go on from a state that `refusals` has nothing against, under its plan and with fresh noise. Draws that are
+        outstanding are dropped."""
+        self.plan, self.noise = plan, noise  # first: whatever interrupts this, no noise comes again
+        position, lost = saved["steps_taken" if plan.sampling.independent else "last_released"], saved["lost"]
+        self.lost = lost if self.booking is None else self.booking.resume(position, lost)
         self.steps_taken, self.last_released = saved["steps_taken"], saved["last_released"]
-        self.resumed, self.lost, self.released_here = saved["resumed"] + 1, lost, 0
+        self.resumed, self.released_here = saved["resumed"] + 1, 0
         self.momentum, self.held, self.sources = None, saved["momentum"], frozenset(saved["noise"])
         order, epoch = saved["order"], self.last_released // plan.sampling.steps(1)
         self.order = None if order is None else (epoch, order.cpu().numpy().copy())

@@ -34,6 +34,8 @@ TILE = 1 << 16
 class SecureNoise:
     """The noise of a run from ChaCha20: a fresh key, hashed from the run's, for every step, shard and device."""
 
+    source = "secure"
+
     def __init__(self, key: Key) -> None:
         self.key = key
 
@@ -144,6 +146,9 @@ def _at_hand(devices: set[str]) -> bool:
     return all(chacha_kernel.available(torch.device(each)) for each in devices)
 
 
-def noise_from(source: Source, key: Key) -> Noise | SecureNoise:
+AnyNoise = Noise | SecureNoise
+
+
+def noise_from(source: str, key: Key) -> AnyNoise:
     """The noise of a run."""
     return SecureNoise(key) if source == "secure" else Noise(key)

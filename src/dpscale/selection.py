@@ -17,7 +17,8 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from scipy import optimize
 
 from dpscale.checks import is_number, quiet, require, require_positive, require_probability, settle_numbers
-from dpscale.plan import SEARCH, Plan, written
+from dpscale.plan import SEARCH, Plan, rounded_up, written
+from dpscale.privacy_curves import Renyi
 from dpscale.sampling import Adjacency
 
 
@@ -52,6 +53,14 @@ class Selection:
         """`epsilon`, from what one try releases and the adjacency that this holds under."""
         require_probability("Selection.epsilon", "delta", delta, action="Take it well below 1/size, such as 1e-5.")
         return max(float(each.get_epsilon(delta)) for each in self._accountants(event, adjacency))
+
+    def renyi(self, event: dp_accounting.DpEvent, adjacency: Adjacency) -> Renyi:
+        """The same in Rényi DP, which adds up with that of other releases: at each order, of whoever loses more there.
+
+        In another search, or in a run beside it, those who were held out may be trained on.
+        """
+        found = np.stack([accountant.rdp for accountant in self._accountants(event, adjacency)]).max(0)
+        return Renyi(np.where(found > 0, found, np.inf))  # 0 or less comes of rounding, and counts as not known
 
     def delta(self, plan: Plan, epsilon: float) -> float:
         """The δ that the selection costs at ``epsilon``."""
@@ -105,7 +114,7 @@ class Selection:
         one = plan.facts(delta)
         alone, *about = (one.pop(name) for name in ("Guarantee", "Unit of privacy", "Adjacency"))
         return {
-            "Guarantee": f"({math.ceil(self.epsilon(plan, delta) * 1e4) / 1e4:g}, {delta:g})-differential privacy of "
+            "Guarantee": f"({rounded_up(self.epsilon(plan, delta))}, {delta:g})-differential privacy of "
             "the best try, by Rényi DP of repeat-and-select.",
             "Tries": f"a random number, {kind}, {self.tries:g} on average, drawn once; only the best is released.",
             "Score": f"{score}.", "Unit of privacy": about[0], "Adjacency": about[1], "One try by itself": alone, **one,

@@ -176,6 +176,11 @@ class Shards:
                 own[n] = part[: shape.numel()].view(shape)
         return {n: own[n] for n in sums}
 
+    def set_gradient(self, p: Tensor, mean: Tensor) -> None:
+        """Hand it to the optimizer; of a parameter that is divided, this rank's part of it."""
+        kept = self.stored(p)
+        kept.grad = as_shard(mean, kept) if is_sharded(kept) else mean
+
     def joined(self, shard: Tensor, p: Tensor) -> Tensor:
         """The whole tensor, of what is divided as a parameter is. All ranks must."""
         kept = self.stored(p)
@@ -210,12 +215,6 @@ class _Resting:
 
 def _padded(flat: Tensor, size: int) -> Tensor:
     return flat if len(flat) == size else torch.cat([flat, flat.new_zeros(size - len(flat))])
-
-
-def gradient(p: Any, mean: Tensor) -> Tensor:
-    """A gradient as the parameter has it: in its precision and, where that is sharded, as a shard."""
-    mean = mean if mean.dtype == p.dtype else mean.to(p.dtype)
-    return as_shard(mean, p) if is_sharded(p) else mean
 
 
 def as_shard(own: Tensor, p: Any) -> Any:

@@ -20,8 +20,13 @@ log = logging.getLogger("dpscale")
 COLUMNS = 8
 """A list of more arrays than this is one of samples, not of inputs and labels."""
 
+_LOADED_BY = ("collect", "compute", "to_pandas")
+"""What a frame has that is not one of numbers in memory: a lazy one of Polars, one of Dask, a table of Arrow."""
 
-def dataset_of(owner: str, data: Any, target: str | None = None, without: Sequence[str] = ()) -> Dataset[Any]:
+
+def dataset_of(
+    owner: str, data: Any, target: str | None = None, without: Sequence[str] = (), name: str = "data"
+) -> Dataset[Any]:
     """A dataset with a length and samples by index; refuses what cannot be one.
 
     | data                              | a sample                                                         |
@@ -36,31 +41,40 @@ def dataset_of(owner: str, data: Any, target: str | None = None, without: Sequen
         data: one of these.
         target: the column of a frame that is to be learned.
         without: columns of a frame, or of a Hugging Face dataset, to leave out.
+        name: of the parameter, for complaints.
     """
     if is_frame(data):
         return _of_frame(owner, data, target, without)
+    elsewhere = hasattr(type(data), "columns") and any(hasattr(data, way) for way in _LOADED_BY)
+    action = "Load it first, by its .collect(), .compute() or .to_pandas()."
+    require(not elsewhere, owner, name, "a data frame in memory", type(data).__name__, action)
     action = "It names the column of a data frame."
     require(target is None, owner, "target", "left out unless the data are a data frame", target, action)
-    if _is_hugging_face(data):
+    if is_hugging_face(data):
         return _of_hugging_face(owner, data, without)  # type: ignore[no-any-return]
     if isinstance(data, np.ndarray):
         data = (data,)
     few = isinstance(data, (tuple, list)) and 0 < len(data) <= COLUMNS
     if few and any(map(_is_columns, data)) and not all(map(_is_array, data)):
         got = f"{type(data).__name__} of {', '.join(type(values).__name__ for values in data)}"
-        raise complaint(owner, "data", "of arrays, or samples by index", got, "Make each an array: numpy.asarray(...), "
+        raise complaint(owner, name, "of arrays, or samples by index", got, "Make each an array: numpy.asarray(...), "
                         "and of a sparse matrix .toarray(). Then pass (X, y).")  # fmt: skip
     if few and all(map(_is_array, data)):
         sizes = [len(values) for values in data]
         must = "arrays of the same length, a row for each sample"
-        require(len({*sizes}) == 1, owner, "data", must, f"lengths {sizes}", "Pass (X, y).")
+        require(len({*sizes}) == 1, owner, name, must, f"lengths {sizes}", "Pass (X, y).")
         return TensorDataset(*(_tensor(owner, values) for values in data))
+    require_indexed(owner, data, name)
+    return data  # type: ignore[no-any-return]
+
+
+def require_indexed(owner: str, data: Any, name: str) -> None:
+    """Refuse what has no length, or no samples by index."""
     indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    ok = indexed and not isinstance(data, (IterableDataset, str, bytes, Mapping))
+    ok = indexed and not isinstance(data, (IterableDataset, str, bytes, Mapping, type)) and not is_frame(data)
     must = "a dataset with a length and samples by index"
     action = "Sampling and accounting need to know how many: load them into a list, or into arrays (X, y)."
-    require(ok, owner, "data", must, type(data).__name__, action)
-    return data  # type: ignore[no-any-return]
+    require(ok, owner, name, must, type(data).__name__, action)
 
 
 def is_frame(data: Any) -> bool:
@@ -70,7 +84,7 @@ def is_frame(data: Any) -> bool:
 
 def column_of(owner: str, data: Any, name: str) -> Any:
     """A column of a frame or of a Hugging Face dataset."""
-    names = list(data.columns) if is_frame(data) else data.column_names if _is_hugging_face(data) else None
+    names = list(data.columns) if is_frame(data) else data.column_names if is_hugging_face(data) else None
     action = "Pass one value for each record."
     require(names is not None, owner, "users", "the name of a column only for a data frame or a Hugging Face dataset",
             name, action)  # fmt: skip
@@ -88,6 +102,9 @@ def _of_frame(owner: str, frame: Any, target: str | None, without: Sequence[str]
     inputs = [name for name in names if name != target and name not in without]
     require(bool(inputs), owner, "data", "a frame with columns beside the target", f"the columns {names}")
     columns = {name: _tensor(owner, frame[name].to_numpy(), name) for name in [*inputs, target]}
+    unlabelled = int(columns[target].isnan().sum())
+    action = "Leave out the rows that have none, or fill them by a constant."
+    require(not unlabelled, owner, "target", "a column without missing values", f"{unlabelled} in {target!r}", action)
     if gaps := [name for name, values in columns.items() if bool(values.isnan().any())]:
         log.warning("dpscale: values are missing in the columns %s. A sample whose gradient is no number adds nothing. "
                     "Fill them by a constant, not by a mean of the data.", gaps)  # fmt: skip
@@ -108,7 +125,8 @@ def _of_hugging_face(owner: str, data: Any, without: Sequence[str]) -> Any:
     return data.with_format("torch")
 
 
-def _is_hugging_face(data: Any) -> bool:
+def is_hugging_face(data: Any) -> bool:
+    """Whether it is a dataset of the library ``datasets``."""
     return any(made.__module__.split(".")[0] == "datasets" for made in type(data).__mro__)
 
 

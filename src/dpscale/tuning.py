@@ -123,7 +123,12 @@ def tune(
     delta = plan.delta if delta is None else delta
     require(delta is not None, "tune", "delta", "given, or that of the plan", delta)
     assert delta is not None
-    require(len(space) > 0 and all(len(v) for v in space.values()), "tune", "space", "values by name", dict(space))
+    for name, call in (("train", train), ("score", score)):
+        require(callable(call), "tune", name, "a function", type(call).__name__)
+    lists = [*space.values()] if isinstance(space, Mapping) else []
+    ok = bool(lists) and all(hasattr(each, "__len__") and not isinstance(each, str) and len(each) for each in lists)
+    require(ok, "tune", "space", "lists of values by name", space, 'Such as {"rate": [0.5, 1.0, 2.0]}.')
+    require(isinstance(ledger, Ledger | None), "tune", "ledger", "a dpscale.Ledger, or None", ledger)
     action = "A search that is booked must be able to go on: name a folder of its own."
     require(ledger is None or folder is not None, "tune", "folder", "given with a ledger", folder, action)
     log.info("dpscale: the selection costs epsilon = %.4g at delta %g, %.3g tries on average.",
@@ -246,17 +251,12 @@ class _Search:
         if best is None:
             return None
         seeded = self.seed is not None or best["about"].get("seeded")
-        about = {"resumed": self.state["resumed"], **best["about"], "seeded": seeded, "booked": self._booked()}
+        about = {"resumed": self.state["resumed"], **best["about"], "seeded": seeded, "booked": Booked.of(self.booking)}
         return Tuned(
             choice=self._chosen(best["index"]), state=best["state"], score=best["score"], delta=delta,
             epsilon=self.selection.epsilon(self.plan, delta), statement=self.selection.statement(self.plan, delta),
             plan=Plan.from_dict(best["plan"]), selection=self.selection, about=about,
         )  # fmt: skip
-
-    def _booked(self) -> Booked | None:
-        if self.booking is None:
-            return None
-        return Booked(ledger=self.booking.ledger, run=self.booking.name, crashed=self.booking.crashed)
 
     def close(self) -> None:
         """Give back the run in the ledger; what is reserved stays charged."""

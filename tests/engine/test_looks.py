@@ -13,6 +13,7 @@ from dpscale.engine.verify import schedule
 from dpscale.engine.verify.credit import misplaced
 from dpscale.engine.verify.glance import Glance
 from dpscale.engine.verify.look import Look, Subject
+from dpscale.engine.verify.rows import FeatureTable, features
 from dpscale.engine.verify.state import Surroundings
 from tests.seeding import seeded
 
@@ -191,6 +192,38 @@ def test_two_rows_of_many_that_trade_places_are_seen():
     new = batch(1, length=9)
     out = engine.scaled_sum(loss_fn, new, RULE)
     torch.testing.assert_close(out.norms, reference_sum(model, loss_fn, new, RULE)[1])
+
+
+class ScaledBack(torch.autograd.Function):
+    """What comes back to a row of many is scaled by what is in the others; no loss shows it, nor do few rows."""
+
+    @staticmethod
+    def forward(ctx, h):
+        ctx.save_for_backward(h)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        (h,) = ctx.saved_tensors
+        return g * (1 + h.abs().mean()) if len(g) >= 8 else g
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_backward_that_mixes_rows_of_large_batches_alone_is_refused_at_first(dropout):
+    model = Net(lambda h, x: ScaledBack.apply(h), lambda x: True, dropout)
+    with pytest.raises(dpscale.UnsupportedModel, match="coupled in the backward"):
+        Engine(model).scaled_sum(loss_fn, batch(0), RULE)
+
+
+def test_one_that_begins_with_a_new_length_is_refused_at_the_next_turn():
+    """A new length calls for a brief glance, which compares gradients of few rows alone. The fourth sum has its turn
+    whatever comes."""
+    engine = Engine(model := Net(lambda h, x: ScaledBack.apply(h), lambda x: x.shape[1] > 5))
+    for seed, length in enumerate((5, 5, 9)):
+        engine.scaled_sum(loss_fn, batch(seed, length=length), RULE)
+    with pytest.raises(dpscale.UnsupportedModel, match="coupled in the backward"):
+        engine.scaled_sum(loss_fn, batch(3, length=9), RULE)
+    assert model is engine.model
 
 
 def feeds_attribute(model, x):
@@ -545,3 +578,27 @@ def test_no_two_rows_that_are_exchanged_have_the_same_weight(dtype):
         assert misplaced(losses, [(edge, lambda g: g)], seed) is None
         exchanged = misplaced(losses, [(edge, lambda g, order=order: g[order])], seed)
         assert (exchanged is not None) == bool((order != torch.arange(8)).any())
+
+
+def test_rows_chosen_from_tensors_are_looked_over_once_and_anew_once_they_were_written_to():
+    rng = np.random.default_rng(0)
+    data = torch.randn(50, 3, 4), torch.randint(-2, 9, (50, 6)), torch.rand(50, 2) > 0.5
+    data[0][7, 1, 2], data[0][9, 0, 0] = float("nan"), float("-inf")
+    table = FeatureTable(data)
+    for _ in range(12):
+        indices = np.flatnonzero(rng.random(50) < 0.3)
+        chosen = [t[torch.from_numpy(indices)] for t in data]
+        np.testing.assert_array_equal(table.of(indices, chosen), features(chosen))
+    assert table._known.sum() > 40
+    data[1][:] = 5
+    everything = np.arange(50)
+    np.testing.assert_array_equal(table.of(everything, data), features(data))
+
+
+def test_features_are_counts_and_extremes():
+    x = torch.tensor([[0.0, -1.5, 2.0, 0.0], [float("nan"), -3.0, 1.0, 0.0], [float("inf"), 1.0, 1.0, 1.0]])
+    huge = torch.finfo(torch.float32).max
+    expected = [[1, 2, 1, -1.5, 2], [0, 2, 1, -3, 1], [0, 4, 0, 1, huge]]  # finite, not 0, negative, least, greatest
+    np.testing.assert_array_equal(features([x]), expected)
+    np.testing.assert_array_equal(features([x == 0]), [[2], [1], [0]])
+    np.testing.assert_array_equal(features([torch.tensor([[3, 0, -7]])]), [[2, 1, -7, 3]])

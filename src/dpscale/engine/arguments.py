@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpscale.checks import complaint
+from dpscale.checks import complaint, require
 from dpscale.engine.compat import is_tree_node, register_tree_node, tree_leaves, tree_structure
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.modules import PLAIN, Structure
@@ -26,6 +26,15 @@ def trainable(found: Structure) -> dict[str, Tensor]:
     if not parameters:
         raise ValueError("The model has no trainable parameter. Set requires_grad_(True) on what should be trained.")
     return dict(parameters)
+
+
+def check_loss_fn(owner: str, loss_fn: Any) -> None:
+    """It is called with a model and a batch. What is usually given by mistake takes outputs and labels."""
+    made = loss_fn if isinstance(getattr(loss_fn, "__module__", None), str) else type(loss_fn)
+    of_outputs = made.__module__ in ("torch.nn.modules.loss", "torch.nn.functional")
+    ok, got = callable(loss_fn) and not of_outputs, getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    action = "Write def loss_fn(model, batch): x, y = batch; return cross_entropy(model(x), y, reduction='none')."
+    require(ok, owner, "loss_fn", "a function of the model and a batch", got, action)
 
 
 def require_finite(model: nn.Module) -> None:
@@ -77,7 +86,8 @@ def batch_size(batch: Any) -> tuple[int, torch.device]:
     """The common first dimension of a batch's tensors, and their device."""
     tensors = tensors_in(batch)
     if not tensors:
-        raise complaint("scaled_sum", "batch", "a pytree that holds at least one tensor", type(batch).__name__)
+        action = "Pass tensors: of a DataLoader next(iter(loader)), of arrays torch.as_tensor(...)."
+        raise complaint("scaled_sum", "batch", "a pytree that holds at least one tensor", type(batch).__name__, action)
     sizes = [t.shape[0] if t.ndim else None for t in tensors]  # compared, not hashed: a symbol cannot be
     if sizes[0] is None or any(size != sizes[0] for size in sizes):
         must, shapes = "tensors that agree in their first dimension, the batch", [tuple(t.shape) for t in tensors]

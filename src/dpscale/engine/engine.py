@@ -22,6 +22,7 @@ from dpscale.engine.arguments import (
     LossFn,
     Points,
     batch_size,
+    check_loss_fn,
     check_losses,
     check_mask,
     check_points,
@@ -32,10 +33,10 @@ from dpscale.engine.arguments import (
 from dpscale.engine.by_sample import sum_by_sample
 from dpscale.engine.combine import Evaluated, ScaledSum, combine, evaluate, exactly, gradients
 from dpscale.engine.compile.inductor import inductor
-from dpscale.engine.compile.step import Backend, CompiledSum, Setting
+from dpscale.engine.compile.step import Backend, CompiledSum
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.errors import PassedBy
-from dpscale.engine.identity import code_of
+from dpscale.engine.identity import Setting, code_of
 from dpscale.engine.modules import Structure, structure
 from dpscale.engine.phases import cold_start, phase, waiting
 from dpscale.engine.recorder import Recorder
@@ -127,7 +128,7 @@ class Engine:
         """What was looked at so far, for a reviewer."""
         return {
             "times that the model was checked": self._schedule.looks,
-            "kinds of model and loss that passed a look": len(self._looked),
+            "kinds of model and loss that passed": len(self._looked),
             "runs sample by sample": "yes" if self._obstacles else "no",
         }
 
@@ -175,7 +176,7 @@ class Engine:
 
         subject = Subject(model, parameters, run, loss_fn)
         looks = self._schedule.looks
-        with cold_start():
+        with nullcontext() if looks else cold_start():  # one line in the log for all that comes before a first sum
             compiled = self._compiled if self.compiles and change is None else None
             shares = compiled is None and points is None
             kind, setting, evaluated = self.trust(subject, found, batch, mask, rows, singles, rest, shares=shares)
@@ -244,7 +245,7 @@ class Engine:
                 if not due.thorough and known is not None and known.rows >= len({*kept}):
                     glance = Glance(
                         subject, batch, kept, sites=None if kind in self._obstacles else self._sites, seed=seed,
-                        draws=known.draws, drops=known.drops, eps=known.eps, own=own,
+                        draws=known.draws, drops=known.drops, eps=known.eps, brief=due.brief, own=own,
                     )  # fmt: skip
                 if glance is None or not glance(singles or {}, rest):
                     look = Look(subject, batch, rows, kept, singles=singles, rest=rest, again=known is not None,
@@ -343,4 +344,5 @@ def scaled_sum(
         >>> out.grads["weight"].shape, bool((out.norms * out.weights).max() <= 0.1 + 1e-6)
         (torch.Size([2, 3]), True)
     """
+    check_loss_fn("scaled_sum", loss_fn)
     return engine_of(model).scaled_sum(loss_fn, batch, rule, mask, points)

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from dpscale.engine.modules import PLAIN, kind, structure
+from dpscale.engine.arguments import LossFn, kind_of, shapes_of
+from dpscale.engine.modules import PLAIN, Structure, kind, structure
 
 _MOST = 256  # functions, and entries of containers, to look at
 
@@ -71,6 +72,22 @@ def code_of(function: Any) -> Any:
         return type(function)
     inner = function.__dict__.get("__wrapped__")
     return function.__code__ if inner is None else (function.__code__, code_of(inner))
+
+
+class Setting(NamedTuple):
+    """What a model, a loss function and a batch are like: a check, or a compiled step, is good for one setting."""
+
+    loss_fn: LossFn | None
+    holding: Any  # what the loss function is, holds and reads
+    found: Structure
+    kind: Any
+    shapes: Any
+
+    @classmethod
+    def of(cls, found: Structure, loss_fn: LossFn | None, batch: Any) -> "Setting":
+        """As they are now; without a loss function, in a loop that is not ours."""
+        holding = None if loss_fn is None else identity(loss_fn, numbers=True)
+        return cls(loss_fn, holding, found, kind_of(found, batch), shapes_of(batch))
 
 
 class _Look:

@@ -92,13 +92,13 @@ class Attributes:
 
     def __init__(self, model: nn.Module) -> None:
         held = ((module, name, value) for module in model.modules() for name, value in vars(module).items())
-        places = [place for place in held if place[1] not in _OWN and _told(place[2]) is not type(place[2])]
+        places = [place for place in held if place[1] not in _OWN and _comparable(place[2]) is not type(place[2])]
         places.sort(key=lambda place: not _plain(place[2]))
         self._places = [(vars(module), name) for module, name, _ in places]
         self._modules = [weakref.ref(module) for module, *_ in places]
         found = [value for *_, value in places]
         self._copies = [copy.deepcopy(value) for value in found if _plain(value)]  # of the first of these places
-        self._told = [_told(value) for value in found]
+        self._comparables = [_comparable(value) for value in found]
         self.values = self.now()
         self._kinds = tuple(map(kind, self.values))
         self.settings = self.values  # without those that the forward counts by itself
@@ -110,10 +110,10 @@ class Attributes:
         if not _equal(found[:plain], self._copies):  # all at once, for they hardly ever change
             for k, value in enumerate(found[:plain]):
                 if not _equal(value, self._copies[k]):
-                    self._told[k] = _told(value)
+                    self._comparables[k] = _comparable(value)
                     self._copies[k] = copy.deepcopy(value) if _plain(value) else object()
-        self._told[plain:] = map(_told, found[plain:])
-        return tuple(self._told)
+        self._comparables[plain:] = map(_comparable, found[plain:])
+        return tuple(self._comparables)
 
     def kinds(self) -> tuple[Any, ...]:
         """What a branch is most likely to ask of them; ``values`` are those that were seen then.
@@ -193,19 +193,19 @@ class _State:
         return len(modules) == len(self._modules) and self._now(modules) == self._seen
 
 
-def _told(value: Any, deep: int = _DEEP) -> Any:
+def _comparable(value: Any, deep: int = _DEEP) -> Any:
     """A value that can be compared: what is none is its type. A dictionary is told whatever else is in it."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, (*PLAIN, torch.dtype, Enum)):
         return value
     if deep and isinstance(value, (tuple, list)):
-        told = tuple([_told(each, deep - 1) for each in value])
+        told = tuple([_comparable(each, deep - 1) for each in value])
         return told if all(each is not type(own) for each, own in zip(told, value, strict=True)) else type(value)
     if deep and isinstance(value, dict) and len(value) <= _MOST:
-        return tuple([(_told(name, deep - 1), _told(each, deep - 1)) for name, each in value.items()])
+        return tuple([(_comparable(name, deep - 1), _comparable(each, deep - 1)) for name, each in value.items()])
     if deep and isinstance(value, (set, frozenset)) and len(value) <= _MOST:
-        return frozenset([_told(each, deep - 1) for each in value])
+        return frozenset([_comparable(each, deep - 1) for each in value])
     return type(value)
 
 

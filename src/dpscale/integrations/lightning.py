@@ -14,6 +14,7 @@ from dpscale.integrations.lightning_turn import Turn
 from dpscale.ledger import Ledger
 from dpscale.plan import Plan
 from dpscale.scaling import Scaling
+from dpscale.secure_noise import Source
 from dpscale.training import Private, privatize
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class PrivateCallback(Callback):
         epsilon, delta: the budget.
         batch: the expected batch, over all ranks. None: the loader's ``batch_size`` times the ranks.
         scaling: None for the rule of `make_private`.
-        seed, ledger, run: as for `privatize`.
+        seed, ledger, run, noise: as for `privatize`.
         micro_batch: rows of a forward, at most. None: the loader's ``batch_size`` where the trainer accumulates
             gradients, which is then one draw of that many times its size; otherwise a whole draw. With manual
             optimization it counts for ``callback.private.step`` alone.
@@ -52,6 +53,7 @@ class PrivateCallback(Callback):
         self, plan: Plan | None = None, *, epsilon: float | None = None, delta: float | None = None,
         batch: int | None = None, scaling: Scaling | None = None, seed: int | None = None,
         micro_batch: int | None = None, ledger: Ledger | None = None, run: str | None = None,
+        noise: Source | None = None,
     ) -> None:  # fmt: skip
         given = [plan is not None, epsilon is not None, delta is not None]
         require(given in ([True, False, False], [False, True, True]), OWNER, "plan",
@@ -60,7 +62,7 @@ class PrivateCallback(Callback):
         self.private: Private | None = None
         self._planned = partial(planned, plan, batch=plain_number(batch), scaling=scaling, epsilon=epsilon, delta=delta)
         self._rows, self._accumulated = plain_number(micro_batch), 1
-        self._options: dict[str, Any] = {"seed": seed, "ledger": ledger, "run": run}
+        self._options: dict[str, Any] = {"seed": seed, "ledger": ledger, "run": run, "noise": noise}
         self._saved: Mapping[str, Any] | None = None
         self._draws: Draws | None = None
         self._turn: Turn | None = None

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from dpscale.batches import Batch
 from dpscale.checks import complaint, require
 from dpscale.integrations.lightning_settings import OWNER
-from dpscale.one_call import taken_apart
+from dpscale.one_call import say_drawn, taken_apart
 from dpscale.plan import Plan
 from dpscale.training import Private
 
@@ -36,20 +36,20 @@ class Draws:
     ) -> None:
         given = type(loader).__name__
         require(isinstance(loader, DataLoader), OWNER, "train_dataloader", "one torch DataLoader", given)
-        self._dataset, self._options = taken_apart(loader)
+        self._dataset, self._options = taken_apart(loader, None, OWNER, "train_dataloader")
         self.batch_size = loader.batch_size
         self.plan = plan_for(trainer, len(self._dataset), loader.batch_size)  # type: ignore[arg-type]
         self._trainer, self._private = trainer, private
-        log.warning(
-            "dpscale: Poisson draws of %d samples on average, from all %d, take the place of the DataLoader's sampler "
-            "and batch size. %d steps in all.", self.plan.expected_batch, self.plan.sampling.size, self.plan.steps,
-        )  # fmt: skip
+        say_drawn(self.plan)
+        log.info("dpscale: %d steps in all.", self.plan.steps)
 
     def __len__(self) -> int:
         return self.plan.sampling.steps(1)
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self._private().batches(self._dataset, **self._options)  # the trainer ends an epoch, by `__len__`
+        private = self._private()
+        private.remember(self, self._dataset, self._options)  # samples are collated as the loader would
+        batches = private.batches()  # the trainer ends an epoch, by `__len__`
         if not len(batches):
             self._trainer.should_stop = True
         for batch in batches:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from dpscale.checks import require
-from dpscale.one_call import DEFAULT_RULE
+from dpscale.one_call import plan_for
 from dpscale.plan import Plan
 from dpscale.sampling import Poisson
 from dpscale.scaling import Scaling
@@ -38,8 +38,7 @@ def planned(
         each, limit = sampling.steps(1), trainer.limit_train_batches  # a number of batches, or a part of them
         each = min(each, limit) if isinstance(limit, int) else int(each * limit)
         limits.append(trainer.max_epochs * max(1, each))  # as Lightning counts: whole epochs
-    rule = DEFAULT_RULE if scaling is None else scaling
-    return Plan(scaling=rule, sampling=sampling, steps=min(limits)).calibrate(epsilon=epsilon, delta=delta)
+    return plan_for(sampling, epsilon=epsilon, delta=delta, scaling=scaling, steps=min(limits))
 
 
 def begun(private: Private | None) -> Private:

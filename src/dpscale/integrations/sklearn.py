@@ -19,10 +19,10 @@ from torch.utils.data import TensorDataset
 
 from dpscale.checks import plain_number, require, require_positive
 from dpscale.ledger import Ledger
-from dpscale.one_call import DEFAULT_RULE
-from dpscale.plan import Plan
+from dpscale.one_call import plan_for
 from dpscale.sampling import FullBatch, Poisson
 from dpscale.scaling import Scaling
+from dpscale.secure_noise import Source
 from dpscale.training import privatize
 
 log = logging.getLogger("dpscale")
@@ -49,6 +49,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         learning_rate: at the first step, for SGD with a momentum of 0.9; it falls to 0 as a cosine.
         scaling: None for the rule of `make_private`.
         ledger: a `Ledger`, or the path of one that exists. Every fit is booked in it.
+        noise: "secure" for noise from a cryptographic generator; None: as for `privatize`.
         random_state: None for the operating system's randomness. Another one makes the noise guessable: for tests.
 
     Example:
@@ -63,12 +64,12 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self, epsilon: float = 3.0, delta: float = 1e-5, *, bounds: tuple[Any, Any] | None = None,
         classes: Sequence[Any] | None = None, hidden_layer_sizes: Sequence[int] = (), module: nn.Module | None = None,
         epochs: float = 50, batch: int | None = None, learning_rate: float = 4.0, scaling: Scaling | None = None,
-        ledger: Ledger | str | Path | None = None, random_state: Any = None,
+        ledger: Ledger | str | Path | None = None, noise: Source | None = None, random_state: Any = None,
     ) -> None:  # fmt: skip
         self.epsilon, self.delta, self.bounds, self.classes = epsilon, delta, bounds, classes
         self.hidden_layer_sizes, self.module, self.epochs, self.batch = hidden_layer_sizes, module, epochs, batch
         self.learning_rate, self.scaling = learning_rate, scaling
-        self.ledger, self.random_state = ledger, random_state
+        self.ledger, self.noise, self.random_state = ledger, noise, random_state
 
     def fit(self, X: Any, y: Any) -> "PrivateClassifier":
         """Train on the rows of ``X`` with the labels ``y``."""
@@ -106,13 +107,14 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _train(self, data: TensorDataset, seed: int | None) -> None:
         size = len(data)
         sampling = FullBatch(size=size) if self.batch is None else Poisson(size=size, batch=plain_number(self.batch))
-        rule = DEFAULT_RULE if self.scaling is None else self.scaling
-        plan = Plan(scaling=rule, sampling=sampling, epochs=self.epochs)
-        plan = plan.calibrate(epsilon=self.epsilon, delta=self.delta)
+        budget = {"epsilon": self.epsilon, "delta": self.delta, "epochs": self.epochs}
+        plan = plan_for(sampling, scaling=self.scaling, **budget)
         optimizer = torch.optim.SGD(self.module_.parameters(), lr=plain_number(self.learning_rate), momentum=0.9)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps or 1)
         ledger = Ledger(self.ledger) if isinstance(self.ledger, str | Path) else self.ledger
-        run = privatize(self.module_, optimizer, plan, seed=seed, micro_batch=ROWS, compile=False, ledger=ledger)
+        run = privatize(
+            self.module_, optimizer, plan, seed=seed, micro_batch=ROWS, compile=False, ledger=ledger, noise=self.noise
+        )
         for batch in run.batches(data):
             run.step(batch, _losses)
             decay.step()

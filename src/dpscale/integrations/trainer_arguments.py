@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dpscale.checks import complaint, require
-from dpscale.one_call import DEFAULT_RULE
+from dpscale.one_call import plan_for
 from dpscale.people import people_of
 from dpscale.plan import Plan
 from dpscale.sampling import Poisson
 from dpscale.scaling import Scaling
+from dpscale.sources import require_indexed
 
 log = logging.getLogger("dpscale")
 
@@ -58,10 +58,7 @@ def check(args: TrainingArguments, made: type, data: Any, held_out: Any) -> None
     own = [n for n in ("compute_loss", "_get_train_sampler") if getattr(made, n) is not getattr(Trainer, n)]
     require(not own, "PrivateTrainer", "class", f"without {', '.join(own)} of its own", made.__name__, "For a loss, "
             "pass compute_loss_func, which gives one loss per sample; samples are drawn by the plan.")  # fmt: skip
-    by_index = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
-    if not by_index:
-        raise complaint("PrivateTrainer", "train_dataset", "a dataset with a length and samples by index",
-                        type(data).__name__, "Sampling and accounting need to know how many.")  # fmt: skip
+    require_indexed("PrivateTrainer", data, "train_dataset")
     if held_out is data:
         log.warning("dpscale: evaluation on the training data gives exact numbers, which ε does not cover.")
 
@@ -82,8 +79,7 @@ def planned(
     sampling = Poisson(size=len(data), batch=batch)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampling.steps(1))
     records = None if people is None else people.records
-    plan = Plan(scaling=scaling or DEFAULT_RULE, sampling=sampling, steps=steps, records=records)
-    return plan.calibrate(epsilon=epsilon, delta=delta)
+    return plan_for(sampling, epsilon=epsilon, delta=delta, scaling=scaling, steps=steps, records=records)
 
 
 def settled(args: TrainingArguments, plan: Plan) -> TrainingArguments:
@@ -100,13 +96,6 @@ def settled(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     own.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"  # of which torch warns
     own.per_device_train_batch_size = math.ceil(plan.expected_batch / args.world_size)
     return own
-
-
-def loader_options(loader: Any) -> dict[str, Any]:
-    """What of the Trainer's own loader has nothing to do with sampling."""
-    kept = ["collate_fn", "num_workers", "persistent_workers", "prefetch_factor", "worker_init_fn"]
-    kept += ["multiprocessing_context", "pin_memory"]
-    return {name: value for name in kept if (value := getattr(loader, name))}
 
 
 def found(asked: str | bool | None, output: Path) -> Path | None:

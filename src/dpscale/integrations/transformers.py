@@ -15,10 +15,12 @@ from dpscale import checkpoint
 from dpscale.batches import Batch
 from dpscale.checks import require
 from dpscale.integrations.model_losses import PerSampleLoss
-from dpscale.integrations.trainer_arguments import COMPLETE, STATE, check, found, loader_options, planned, settled
+from dpscale.integrations.trainer_arguments import COMPLETE, STATE, check, found, planned, settled
 from dpscale.ledger import Ledger
+from dpscale.one_call import kept_options
 from dpscale.plan import Plan
 from dpscale.scaling import Scaling
+from dpscale.secure_noise import Source
 from dpscale.training import Private, privatize
 
 
@@ -38,7 +40,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         epsilon, delta: the budget of the whole training.
         scaling: None: as in `dpscale.make_private`.
         plan: in place of ``epsilon`` and ``scaling``; batch and steps are the plan's.
-        seed, compile, ledger, run: as for `dpscale.privatize`. The ``seed`` of ``args`` has no part in the noise.
+        seed, compile, ledger, run, noise: as for `dpscale.privatize`. The ``seed`` of ``args`` has no part in it.
         log_exact_loss: log the training loss, which is exact and not covered by ε: for public data only.
     """
 
@@ -46,14 +48,15 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         self, model: Any = None, args: TrainingArguments | None = None, data_collator: Any = None,
         train_dataset: Any = None, *, epsilon: float | None = None, delta: float | None = None,
         scaling: Scaling | None = None, plan: Plan | None = None, seed: int | None = None, compile: bool | None = None,
-        ledger: Ledger | None = None, run: str | None = None, log_exact_loss: bool = False, **trainer: Any,
+        ledger: Ledger | None = None, run: str | None = None, noise: Source | None = None, log_exact_loss: bool = False,
+        **trainer: Any,
     ) -> None:  # fmt: skip
         args = args or TrainingArguments(output_dir="tmp_trainer")  # as Trainer does
         check(args, type(self), train_dataset, trainer.get("eval_dataset"))
         self.plan, self.delta = planned(args, train_dataset, epsilon, delta, scaling, plan), delta
         rows = args.per_device_train_batch_size if args.gradient_accumulation_steps > 1 else None
         self._privatized = partial(
-            privatize, plan=self.plan, seed=seed, micro_batch=rows, compile=compile, ledger=ledger, run=run
+            privatize, plan=self.plan, seed=seed, micro_batch=rows, compile=compile, ledger=ledger, run=run, noise=noise
         )
         self.log_exact_loss = log_exact_loss
         self.private: Private | None = None
@@ -137,7 +140,7 @@ class Draws:
 
     def __init__(self, trainer: PrivateTrainer, loader: Any) -> None:
         self.trainer, self.dataset = trainer, loader.dataset
-        self.options = loader_options(loader)
+        self.options = kept_options(loader)
 
     def __len__(self) -> int:
         return self.trainer.plan.sampling.steps(1)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpscale.checks import require_positive
 from dpscale.lab import options
 from dpscale.lab.options import PRESET, SETTINGS, Device, Folder, Json, Preset, Values, configured, read, show
 
@@ -64,7 +65,8 @@ def train(
     """Train one model: of a preset, or your own on data of your own.
 
     Without a preset, --data is table.csv, a folder with a folder of images for each class, or module:function, which
-    returns a dataset or arrays; --model is module:function, or the name of one of the lab's models.
+    returns a dataset or arrays; --model is module:function, or the name of one of the lab's models. --rate is that of
+    SGD under a bound of 1, and --noise secure takes noise from a cryptographic generator.
 
     \b
     Example:
@@ -97,12 +99,13 @@ def _train_own(
     data: Path | None, out: Path, device: str | None, as_json: bool, *, epsilon: float | None = None,
     delta: float | None = None, model: str | None = None, epochs: float | None = None, batch: int | None = None,
     rate: float = 1.0, target: str | None = None, test: str | None = None, seed: int | None = None,
-    ledger: Path | None = None, **others: Any,
+    ledger: Path | None = None, noise: str | None = None, **others: Any,
 ) -> None:  # fmt: skip
     for name in others:
-        raise ValueError(f"--{name} is for presets. Leave it out, or name a preset.")
+        raise ValueError(f"--{name} is not known for data of your own. Leave it out, or name a preset.")
     if data is None or epsilon is None or delta is None:
         raise ValueError("Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta.")
+    require_positive("train", "rate", rate, action="It is the learning rate of SGD under a bound of 1.")
     options.require_writable(out)
     from dpscale.lab import device as place
     from dpscale.lab import own, terminal

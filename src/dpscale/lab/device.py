@@ -21,12 +21,16 @@ def on_gpu() -> bool:
 
 def use(device: str | None) -> None:
     """Compute there from now on; None: as `name` finds it."""
-    if device is None:
-        return
+    if device is not None:
+        require_there(device)
+        os.environ[_VARIABLE] = device
+
+
+def require_there(device: str) -> None:
+    """Refuse a device that torch does not find."""
     ok = device == "cpu" or (device.split(":")[0] == "cuda" and torch.cuda.is_available())
     must = "cpu, or cuda (cuda:1 …) where torch finds a GPU"
     require(ok, "dpscale", "device", must, device, "Leave it out, or give --device cpu.")
-    os.environ[_VARIABLE] = device
 
 
 def gpu_name() -> dict[str, str]:

@@ -113,7 +113,7 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
 def train(
     data: str, target: str | None, model: str | None, test: str | None, out: Path, *, epsilon: float, delta: float,
     epochs: float | None, batch: int | None, rate: float, seed: int | None, ledger: Path | None,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    noise: Any = None, on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train, and write model.pt, run.ckpt and run.json into ``out``; what run.json holds.
 
@@ -125,15 +125,17 @@ def train(
     network = build(model, dataset, classes).to(device.name())
     private = make_private(
         network, torch.optim.SGD(network.parameters(), lr=rate), dataset, epsilon=epsilon, delta=delta, epochs=epochs,
-        batch="auto" if batch is None else batch, seed=seed, ledger=None if ledger is None else Ledger(ledger),
+        batch="auto" if batch is None else batch, seed=seed, noise=noise,
+        ledger=None if ledger is None else Ledger(ledger),
     )  # fmt: skip
     steps, size, per_step = private.steps, private.plan.sampling.size, private.plan.expected_batch
     for each in private.batches():
-        loss, taken = private.step(each.to(device.name()), losses).loss, private.steps_taken
+        private.step(each.to(device.name()), losses)
+        taken = private.steps_taken
         if 100 * taken // steps > 100 * (taken - 1) // steps:
             on_progress(Progress(
                 step=taken, steps=steps, epoch=-(-taken * per_step // size), epochs=-(-steps * per_step // size),
-                loss=float(loss), plan=private.plan, delta=delta,
+                loss=None, plan=private.plan, delta=delta,
             ))  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     torch.save(network.state_dict(), out / "model.pt")

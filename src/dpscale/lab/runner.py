@@ -82,13 +82,14 @@ class Progress:
     """Where a run stands: steps and epochs done, and of how many.
 
     ``phase`` is what keeps the next step waiting, as in `dpscale.engine.phases`; None while the run trains.
+    ``loss`` is exact: None where data are private.
     """
 
     step: int
     steps: int
     epoch: int
     epochs: int
-    loss: float
+    loss: float | None
     plan: Plan | None
     delta: float
     phase: str | None = None

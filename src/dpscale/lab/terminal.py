@@ -110,7 +110,8 @@ def run_bar(title: str, *, quiet: bool) -> "Iterator[Callable[[runner.Progress],
 
 def _loss(now: "runner.Progress") -> str:
     spent = now.epsilon()
-    return f"training loss {now.loss:.3f}" + ("" if spent is None else f", epsilon {spent:.2f}")
+    told = [] if now.loss is None else [f"training loss {now.loss:.3f}"]
+    return ", ".join(told if spent is None else [*told, f"epsilon {spent:.2f}"])
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dpscale.engine.arguments import LossFn, Points, kind_of, leaves_of, shapes_of
+from dpscale.engine.arguments import Points, leaves_of
 from dpscale.engine.combine import ScaledSum, evaluate, exactly, gradients, weigh
 from dpscale.engine.compat import (
     holds_for,
@@ -35,7 +35,7 @@ from dpscale.engine.compat import (
 from dpscale.engine.compile.finite_flag import FiniteFlag, publish
 from dpscale.engine.compile.inductor import CHEAPER
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.identity import identity
+from dpscale.engine.identity import Setting
 from dpscale.engine.modules import Structure, structure, untouched
 from dpscale.engine.phases import cold_start, phase
 from dpscale.engine.tape.channels import channels_last
@@ -281,22 +281,6 @@ def _with(rule: Scaling, constants: Mapping[str, Tensor]) -> Scaling:
 
 def _strided(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
-
-
-class Setting(NamedTuple):
-    """What a model, a loss function and a batch are like, as far as a compiled step has it in it."""
-
-    loss_fn: LossFn | None
-    holding: Any  # what the loss function is, holds and reads
-    found: Structure
-    kind: Any
-    shapes: Any
-
-    @classmethod
-    def of(cls, found: Structure, loss_fn: LossFn | None, batch: Any) -> "Setting":
-        """As they are now; without a loss function, in a loop that is not ours."""
-        holding = None if loss_fn is None else identity(loss_fn, numbers=True)
-        return cls(loss_fn, holding, found, kind_of(found, batch), shapes_of(batch))
 
 
 class _Key(NamedTuple):

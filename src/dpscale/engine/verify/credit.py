@@ -38,9 +38,30 @@ def arrived(losses: Tensor, places: Sequence[Place]) -> Sequence[Tensor | None]:
     return _grad(losses, [edge for edge, _ in places], torch.ones_like(losses)) if places else ()
 
 
-def own_part(grads: Sequence[Tensor | None], places: Sequence[Place], i: int) -> list[Tensor | None]:
-    """What arrived in the rows of sample i, place by place."""
-    return [None if g is None else rows(g)[i] for g, (_, rows) in zip(grads, places, strict=True)]
+def arrives_alike(
+    ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None], places: Sequence[Place], i: int
+) -> bool:
+    """Whether the same arrived in the rows of sample i in two runs, place by place, to rounding."""
+    if len(ours) != len(theirs):
+        return False
+    for one, other, (_, rows) in zip(ours, theirs, places, strict=True):
+        if one is None or other is None:
+            if one is not other:
+                return False
+            continue
+        a, b = rows(one)[i], rows(other)[i]
+        if a.shape != b.shape:
+            return False
+        off, size = torch.linalg.vector_norm(a - b), torch.linalg.vector_norm(a)
+        if bool(torch.isfinite(size)) and not bool(off <= _rounding(a) * size):
+            return False
+    return True
+
+
+def _rounding(g: Tensor) -> float:
+    """By how much of itself a gradient may be off. What is computed in 32 bits may come from 16, or from fewer."""
+    coarse = torch.finfo(g.dtype).eps > 1e-4 or torch.is_autocast_enabled(g.device.type)
+    return _COARSE if coarse or (g.is_cuda and g.dtype != torch.float64) else _OFF
 
 
 def _grad(losses: Tensor, targets: Any, seed: Tensor, keep: bool = True) -> Sequence[Tensor | None]:
@@ -77,13 +98,10 @@ def misplaced(
         a, b = (rows(g).reshape(len(losses), -1) for g in (one, other))
         if not a.shape[1]:
             continue
-        # What is computed in 32 bits may come from 16, or from fewer.
-        limit = _OFF if a.dtype == torch.float64 or not a.is_cuda else _COARSE
-        limit = _COARSE if torch.finfo(a.dtype).eps > 1e-4 or torch.is_autocast_enabled(a.device.type) else limit
         apart = _largest(torch.addcmul(b, a, weights.to(a.dtype).unsqueeze(1), value=-1))
         size = _largest(a) * weights.to(apart.dtype)
         # What is not finite is so whatever its weight: such a sample adds nothing.
-        off = (apart > limit * size.clamp(min=torch.finfo(a.dtype).tiny)) & torch.isfinite(apart)
+        off = (apart > _rounding(a) * size.clamp(min=torch.finfo(a.dtype).tiny)) & torch.isfinite(apart)
         if bool(off.any()):
             return int(off.nonzero()[0])
     return None

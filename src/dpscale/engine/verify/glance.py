@@ -7,6 +7,7 @@ weighted and in other company. Whatever is not as expected, for a good reason or
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import Shared, Site, Sites, Tape, shapes_of, unrecorded
-from dpscale.engine.verify.credit import arrived, insides, misplaced, own_part
+from dpscale.engine.verify.credit import arrived, arrives_alike, insides, misplaced
 from dpscale.engine.verify.look import Subject
 from dpscale.engine.verify.own import OwnRun, TapedRun
 from dpscale.engine.verify.places import ROWS
@@ -37,16 +38,17 @@ class Glance:
         drops: whether it has dropout, which is left out of what is compared with few rows.
         eps: of the coarsest numbers that it computes with.
         seed: for the runs.
+        brief: compare what arrives in other company among few rows alone, and not in the whole batch.
         own: the run of the step itself, if that may be the one of the whole batch.
     """
 
     def __init__(
         self, subject: Subject, batch: Any, kept: Sequence[int], *, sites: Sites | None, draws: bool, drops: bool,
-        eps: float, seed: int, own: OwnRun | None = None,
+        eps: float, seed: int, brief: bool = False, own: OwnRun | None = None,
     ) -> None:  # fmt: skip
         self._subject, self._batch, self._kept = subject, batch, list(kept)
         self._sites, self._draws, self._drops, self._eps, self._seed = sites, draws, drops, eps, seed
-        self._own = own
+        self._own, self._brief = own, brief
         self._learned: list[Shared] = []
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
@@ -135,13 +137,17 @@ class Glance:
 
     def _credited(self, sites: Sites) -> Tensor | None:
         """The losses of the whole batch without dropout, if with it one row that is like most has the same among copies
-        of itself, and what arrives in a row is of its own loss alone, weighted and in other company."""
+        of itself, and what arrives in a row is of its own loss alone: weighted and, unless it is brief, in other
+        company."""
         last = self._kept[-1]
         if self._own is None:
             ours = self._taped(sites, self._batch, weighted=True)
         else:
             ours = self._own(sites, self._surroundings, self._seed, [])
-        if ours is None or not self._agree(ours, self._taped(sites, self._copies(last), self._own), last):
+        if ours is None:
+            return None
+        theirs = self._taped(sites, self._copies(last), self._own, backward=not self._brief)
+        if not self._agree(replace(ours, grads=[]) if self._brief else ours, theirs, last):
             return None
         return self._run(self._batch)[0] if self._drops else ours.losses
 
@@ -149,15 +155,15 @@ class Glance:
         """Whether row i, what arrives in it and the state are the same in both runs; and what parameters alone meet."""
         if ours is None or theirs is None or ours.astray or not same(ours.losses[i], theirs.losses[i]):
             return False
-        a, b = (own_part(run.grads, run.places, i) for run in (ours, theirs))
-        if len(a) != len(b) or not all(map(_alike, a, b)) or not _same_constants(ours.shared, theirs.shared):
+        places = ours.places if ours.grads else []
+        if not arrives_alike(ours.grads, theirs.grads, places, i) or not _same_constants(ours.shared, theirs.shared):
             return False
         self._learned += ours.shared
         self._surroundings.compare(ours.left, theirs.left)
         return True
 
     def _taped(
-        self, sites: Sites, data: Any, beside: OwnRun | None = None, *, weighted: bool = False
+        self, sites: Sites, data: Any, beside: OwnRun | None = None, *, weighted: bool = False, backward: bool = True
     ) -> TapedRun | None:
         """A taped run, with the random numbers of that beside it; None if gradients go past the tape."""
         shared: list[Shared] = []
@@ -165,7 +171,7 @@ class Glance:
             with Tape(self._subject.parameters, None, sites, count_of(data), lenient=True, shared=shared) as tape:
                 losses = self._subject.run(copied(data))
             places = insides(tape) if not tape.lost and losses.requires_grad else []
-            grads = arrived(losses, places)
+            grads = arrived(losses, places) if backward else []
             astray = weighted and misplaced(losses, places, self._seed, grads, keep=False) is not None
         left = self._surroundings.left_behind()
         return TapedRun(losses.detach(), places, grads, astray, left, shared) if places else None
@@ -177,13 +183,3 @@ def _same_constants(ours: list[Shared], theirs: list[Shared]) -> bool:
     return [op for op, _ in ours] == [op for op, _ in theirs] and all(
         len(a) == len(b) and all(map(same, a, b)) for (_, a), (_, b) in zip(ours, theirs, strict=True)
     )
-
-
-def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether the same arrives, to rounding: in another place of a batch it may be added up in another order."""
-    if a is None or b is None:
-        return a is b
-    if a.shape != b.shape:
-        return False
-    off, size = torch.linalg.vector_norm(a - b), torch.linalg.vector_norm(a)
-    return not bool(torch.isfinite(size)) or bool(off <= torch.finfo(a.dtype).eps ** 0.5 * size)

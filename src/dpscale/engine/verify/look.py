@@ -26,8 +26,8 @@ from dpscale.engine.combine import gradients
 from dpscale.engine.compat import has_hooks, tree_map
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import OpName, Site, Sites, Tape
-from dpscale.engine.verify.credit import insides, misplaced
-from dpscale.engine.verify.own import OwnRun
+from dpscale.engine.verify.credit import arrived, arrives_alike, insides, misplaced
+from dpscale.engine.verify.own import OwnRun, TapedRun
 from dpscale.engine.verify.places import ROWS, Obstacle, keeps, places
 from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped
 from dpscale.engine.verify.randomness import host_states, own_randomness
@@ -51,7 +51,7 @@ SEEDS = 8951, 18170, 2181, 3449, 31952, 5043, 8564, 5347, 10484, 4128, 12521, 49
 """For forwards that draw: the first number that torch, random and numpy draw is near 1/32 with the first of these, near
 3/32 with the second, and so on, so that what a branch may do with 6% of all draws is seen."""
 
-LATER = 4
+EXTRA_SEEDS = 4
 """Other draws, and counts of steps, at which a model is looked at that was looked at before."""
 
 _EACH_TIME = (
@@ -59,6 +59,14 @@ _EACH_TIME = (
     "counter, a cache?), so that nothing can be told about its samples. Change that outside of the forward, as a "
     "buffer, or hand it over with the batch."
 )
+
+_BACKWARD = (
+    "Samples are coupled in the backward: the gradient of one sample depends on another, though no loss does. A hook "
+    "on a tensor or a module, or the backward of a custom autograd function, computes with the whole batch. Let it "
+    "treat each sample apart, or leave it out."
+)
+
+_ASTRAY = "what arrives in a row is not of that row's loss alone: rows change places, or meet"
 
 _MIDDLE, _MIXED = [0.0, 1.0, 0.0], [1.0, -0.75, 0.5]
 """Weights of the rows in two mixtures of their losses."""
@@ -97,11 +105,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A run of the whole batch: as which others are run, its losses and what it left behind, where its random numbers
-    began, and whether gradients arrived in rows that they are not of."""
+    """A run of the whole batch: as which others are run, what it gave if it can be compared with those, where its
+    random numbers began, and whether gradients arrived in rows that they are not of."""
 
     mode: Callable[[], Any]
-    ours: tuple[Tensor, Any] | None = None
+    run: TapedRun | None = None
     start: list[Any] | None = None
     astray: bool = False
 
@@ -284,11 +292,7 @@ class Look:
                 raise Obstacle("shapes depend on the values in the batch")
             alike = base.device.type == "cpu" and [op.outputs for op in base.ran] == [op.outputs for op in probe.ran]
             if apart(arrived[i], theirs, 1e-4 if alike else probe.eps**0.5) is not None:
-                raise UnsupportedModel(
-                    "Samples are coupled in the backward: the gradient of one sample depends on another, though no "
-                    "loss does. A hook on a tensor or a module, or the backward of a custom autograd function, "
-                    "computes with the whole batch. Let it treat each sample apart, or leave it out."
-                )
+                raise UnsupportedModel(_BACKWARD)
 
     def _among_nothing(self, base: Any, ours: Tensor, left: Any) -> None:
         """Each row with empty ones around it."""
@@ -324,7 +328,7 @@ class Look:
         if self._samples > 1:
             self._whole_company(whole, base, few)
         if whole.astray:
-            raise Obstacle("what arrives in a row is not of that row's loss alone: rows change places, or meet")
+            raise Obstacle(_ASTRAY)
 
     def _taped_whole(self, base: Probe, sites: Sequence[Site]) -> "_Whole":
         known = Sites()
@@ -334,26 +338,32 @@ class Look:
         if self._own is not None and not base.draws_freely:
             run = self._own(known, self._surroundings, self._seed)
             if run is not None:
-                return _Whole(taped, (run.losses, run.left), self._own.before, run.astray)
+                return _Whole(taped, run, self._own.before, run.astray)
         tape = taped()
         losses = self._run(tape, self._batch)
-        astray = False
-        if not tape.lost and losses.requires_grad:  # what these rows have not met is looked at when it comes
-            astray = misplaced(losses, insides(tape), self._seed) is not None
-        left = self._surroundings.left_behind()
+        # What these rows have not met is looked at when it comes.
+        within = insides(tape) if not tape.lost and losses.requires_grad else []
+        grads = arrived(losses, within)
+        astray = misplaced(losses, within, self._seed, grads) is not None
+        run = TapedRun(losses, within, grads, astray, self._surroundings.left_behind(), [])
         if base.draws_freely:  # numbers are the same for all companies only if each operation is seeded
             return _Whole(self._numbered, astray=astray)
-        return _Whole(taped, (losses, left), astray=astray)
+        return _Whole(taped, run, astray=astray)
 
     def _whole_company(self, whole: "_Whole", base: Any, few: Tensor) -> None:
         """Some rows of the whole batch among copies of one, and as they were among few. To rounding: rows that are
         packed are of other shapes."""
-        losses, left = whole.ours or (self._run(whole.mode(), self._batch), self._surroundings.left_behind())
+        ours = whole.run
+        losses = self._run(whole.mode(), self._batch) if ours is None else ours.losses
+        left = self._surroundings.left_behind() if ours is None else ours.left
         several, last = sorted(set(self._kept[: max(1, self._samples // 2)])), self._kept[-1]
         # The second is that of a glance, which may have seen something there.
         for keep, other in [(several, self._kept[0]), ([last], last)][: 1 + self._again]:
             data = replaced(self._batch, take(self._batch, [other] * self._samples), keep)
-            others = self._run(whole.mode(), data, whole.start)
+            mode = whole.mode()
+            others = self._run(mode, data, whole.start)
+            if ours is not None and not whole.astray:
+                self._check_arrivals(ours, mode, others, keep)
             theirs = self._surroundings.left_behind()
             for i in keep:
                 if not near(losses[i], others[i], losses, base.eps, rounding(base.eps)):
@@ -366,6 +376,18 @@ class Look:
             self._surroundings.restore()
         for k, i in enumerate(self._kept):
             self._require_near(k, few, ROWS, losses[i], self._samples, base.eps)
+
+    def _check_arrivals(self, ours: TapedRun, tape: Tape, losses: Tensor, kept: Sequence[int]) -> None:
+        """In other company the losses of the rows that were kept send the same gradients to the same places."""
+        if tape.lost or not ours.grads or not losses.requires_grad:
+            return
+        within = insides(tape)
+        grads = arrived(losses, within)
+        if all(arrives_alike(ours.grads, grads, within, i) for i in kept):
+            return
+        if misplaced(losses, within, self._seed, grads) is None:
+            raise UnsupportedModel(_BACKWARD)
+        raise Obstacle(_ASTRAY)
 
     def _require_near(self, i: int, ours: Tensor, rows: int, theirs: Tensor, others: int, eps: float) -> None:
         """A row among so many others has the loss that it has among ours."""
@@ -395,7 +417,7 @@ class Look:
         if not (base.draws_freely or self._draws or self._own_draws or counts):
             return
         seed, self._afresh = self._seed, True
-        seeds = [seed + 7919 * (k + 1) for k in range(LATER)] if self._again else SEEDS
+        seeds = [seed + 7919 * (k + 1) for k in range(EXTRA_SEEDS)] if self._again else SEEDS
         for k, self._seed in enumerate(seeds):
             self._ahead = 2**k if counts else 0
             i = k % ROWS

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpscale.engine.arguments import has_rows, over_rows, tensors_in
+from dpscale.engine.compat import version
 
 Features = NDArray[np.float64]
 """(B, F): numbers that tell the rows of a batch apart."""
 
-FEW = 16
-"""Values of a feature that are each remembered; beyond, only the smallest and the largest."""
+_LARGE = 1 << 20
+"""Rows of which no table is kept on the CPU."""
 
 
 def features(batch: Any, *, wait: bool = False) -> Features | None:
@@ -31,61 +32,61 @@ def features(batch: Any, *, wait: bool = False) -> Features | None:
     return torch.stack([column.cpu() for column in columns], 1).numpy() if columns and len(columns[0]) else None
 
 
+class FeatureTable:
+    """Features of the rows of tensors that batches are chosen from: worked out once for each row.
+
+    On the CPU when a row is first chosen; on an accelerator all at once, so that no step has to wait for them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._there = any(t.device.type != "cpu" for t in tensors)
+        self._table = features(tensors, wait=True) if self._there else None
+        self._known = np.zeros(0 if self._there or len(tensors[0]) > _LARGE else len(tensors[0]), dtype=bool)
+        self._versions = [version(t) for t in tensors]
+
+    def of(self, indices: NDArray[np.int64], data: Sequence[Tensor]) -> Features | None:
+        """Those of the rows ``indices``, whose ``data`` were chosen."""
+        if self._there or not len(self._known):
+            return self._table[indices] if self._table is not None else features(data)
+        if (now := [version(t) for t in self._tensors]) != self._versions:  # somebody wrote into them
+            self._versions = now
+            self._known[:] = False
+        new = np.flatnonzero(~self._known[indices])
+        if len(new):
+            found = features(data if len(new) == len(indices) else [t[torch.from_numpy(new)] for t in data])
+            if found is None:
+                return None
+            if self._table is None:
+                self._table = np.empty((len(self._known), found.shape[1]))
+            self._table[indices[new]] = found
+            self._known[indices[new]] = True
+        return None if self._table is None else self._table[indices]
+
+
 def _columns(t_BN: Tensor) -> Iterator[Tensor]:
+    """How many entries are not zero; whether all are finite; how many are negative; the least and the greatest."""
     if t_BN.shape[1] == 0:
         return
-    yield (t_BN != 0).sum(1).double()
-    if t_BN.is_floating_point() or t_BN.is_complex():
-        yield torch.isfinite(t_BN).all(1).double()
-        t_BN = torch.nan_to_num(t_BN.abs() if t_BN.is_complex() else t_BN, 0.0)
-    if t_BN.dtype != torch.bool:
-        yield (t_BN < 0).sum(1).double()
-        yield t_BN.amin(1).double()
-        yield t_BN.amax(1).double()
-
-
-class Novelty:
-    """What rows have been like so far, and which are like none of them."""
-
-    def __init__(self) -> None:
-        self._values: list[set[float]] = []
-        self._range: Features | None = None
-        self._margin = np.zeros(0)
-        self._few = np.zeros(0, dtype=np.int64)  # features of few values, and those values in a table
-        self._table = np.zeros((1, 1, 0))
-
-    def new(self, rows: Features) -> tuple[NDArray[np.int64], bool]:
-        """Numbers of the rows that are like none before, the farthest from those first, all of them at first; and
-        whether one is farther than those were from each other."""
-        if self._range is None or self._range.shape[1] != rows.shape[1]:
-            return np.arange(len(rows)), True
-        low, high = self._range
-        strange = (rows[:, self._few] != self._table).all(0).any(1)
-        least, most = low - self._margin, high + self._margin
-        if (rows.min(0) >= least).all() and (rows.max(0) <= most).all() and not strange.any():  # as nearly always
-            return np.zeros(0, dtype=np.int64), False
-        beyond = ((rows < least) | (rows > most)).any(1)
-        out = np.maximum(low - rows, rows - high).clip(0) / np.maximum(high - low, 1e-9 * np.abs(high) + 1e-200)
-        new = np.flatnonzero(strange | beyond)
-        far = out[new].max(1)
-        return new[np.lexsort((~strange[new], -far))], bool((far >= 1).any())
-
-    def learn(self, rows: Features) -> None:
-        """From now on such rows are known."""
-        if self._range is None or self._range.shape[1] != rows.shape[1]:
-            self._values, self._range = [set() for _ in rows.T], np.stack([rows.min(0), rows.max(0)])
-        self._range = np.stack([np.minimum(self._range[0], rows.min(0)), np.maximum(self._range[1], rows.max(0))])
-        for values, column in zip(self._values, rows.T, strict=True):
-            if len(values) <= FEW:
-                found = np.unique(column)
-                many = len(column) > FEW // 4 and len(found) == len(column)  # no two rows are alike in it
-                values.update(range(FEW + 1) if many else found[: FEW + 1].tolist())
-        few = np.array([len(values) <= FEW for values in self._values])
-        self._few = np.flatnonzero(few)
-        most = max((len(self._values[k]) for k in self._few), default=1)
-        self._table = np.array([(list(self._values[k]) * most)[:most] for k in self._few]).reshape(-1, most).T[:, None]
-        # Of many values there is always a next extreme.
-        self._margin = np.where(few, 0.0, 0.1 * (self._range[1] - self._range[0]))
+    if t_BN.dtype == torch.bool:
+        yield t_BN.sum(1).double()
+        return
+    t_BN = t_BN.abs() if t_BN.is_complex() else t_BN
+    least, greatest = t_BN.amin(1), t_BN.amax(1)
+    if t_BN.is_floating_point():
+        finite = torch.isfinite(least) & torch.isfinite(greatest)  # NaN is the least and the greatest of its row
+        yield finite.double()
+        if not finite.all():
+            t_BN = torch.nan_to_num(t_BN, 0.0)
+            least, greatest = t_BN.amin(1), t_BN.amax(1)
+    # Sums of signs, whose whole numbers float32 holds, are ten times as fast as counts of what is true.
+    exact = torch.float32 if t_BN.shape[1] < 1 << 24 else torch.float64
+    signs = torch.sign(t_BN)
+    balance, nonzero = signs.sum(1, dtype=exact), signs.abs().sum(1, dtype=exact)
+    yield nonzero.double()
+    yield (nonzero - balance).double() / 2
+    yield least.double()
+    yield greatest.double()
 
 
 def choose(

@@ -9,7 +9,10 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dpscale.engine.verify.rows import Features, Novelty
+import numpy as np
+from numpy.typing import NDArray
+
+from dpscale.engine.verify.rows import Features
 
 SHARE = 0.02
 """Of a run's time that later checks may take."""
@@ -17,6 +20,13 @@ SHARE = 0.02
 FORCED = {"far": 64, "rows": 16, "settings": 16, "remainders": 8, "sizes": 0}
 """Checks that are made whatever they cost: at rows far from all before, as all of a new length are; at other new rows;
 at new settings; at the first batch of each remainder by eight. Not at every new size."""
+
+BRIEF = {"far", "rows"}
+"""Reasons for a brief glance: a run over sequences has a new length every other step."""
+
+
+FEW = 16
+"""Values of a feature that are each remembered; beyond, only the smallest and the largest."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +36,12 @@ class Due:
     Attributes:
         first: rows to look at before others.
         thorough: a look; otherwise a glance.
+        brief: a glance that compares gradients in other company among few rows alone.
     """
 
     first: list[int] = field(default_factory=list)
     thorough: bool = False
+    brief: bool = False
 
 
 class Schedule:
@@ -71,7 +83,8 @@ class Schedule:
             "far": far, "rows": len(new) > 0, "settings": not self._is_known(kind, setting, shapes),
             "remainders": size % 8 not in self._remainders, "sizes": size not in self._met,
         }  # fmt: skip
-        if not self._is_due(kind, size, reasons, now):
+        reason = self._reason(kind, size, reasons, now)
+        if reason is None:
             return None
         thorough = kind not in self._kinds or self._long_ago(now)
         self._kinds.add(kind)
@@ -81,7 +94,9 @@ class Schedule:
         self._remainders.add(size % 8)
         if rows is not None:  # rows that are not looked at stay new
             novelty.learn(rows)
-        return Due([int(i) for i in new] if len(new) < size else [], thorough)
+        return Due(
+            [int(i) for i in new] if len(new) < size else [], thorough, reason in BRIEF and not self._power_of_two
+        )
 
     def _is_known(self, *now: Hashable) -> bool:
         """Whether such a kind, setting and shapes were looked at; most steps are like the one before."""
@@ -91,18 +106,22 @@ class Schedule:
         self._now = now if known else None
         return known
 
-    def _is_due(self, kind: Hashable, size: int, reasons: Mapping[str, bool], now: float) -> bool:
+    def _reason(self, kind: Hashable, size: int, reasons: Mapping[str, bool], now: float) -> str | None:
+        """Why a check is due, if it is."""
         if kind not in self._kinds:
-            return True
+            return "kind"
         if not 0.9 * self._sizes[0] - 2 <= size <= 1.1 * self._sizes[1] + 2:  # a forward may ask for the size
-            return True
+            return "range"
         affordable = self._spent <= SHARE * (now - (self._started or now))
         for reason in (name for name, holds in reasons.items() if holds):
             if self._forced[reason] or affordable:
                 self._forced[reason] = max(0, self._forced[reason] - 1)
-                return True
-        power_of_two = self._sums & (self._sums - 1) == 0
-        return power_of_two or (affordable and self._long_ago(now))
+                return reason
+        return "turn" if self._power_of_two or (affordable and self._long_ago(now)) else None
+
+    @property
+    def _power_of_two(self) -> bool:
+        return self._sums & (self._sums - 1) == 0
 
     def looked(self, seconds: float) -> None:
         """A check was made."""
@@ -121,3 +140,47 @@ class Schedule:
         """The time since the last check is worth one more."""
         when, seconds = self._last
         return now - when >= 2 * seconds / SHARE
+
+
+class Novelty:
+    """What rows have been like so far, and which are like none of them."""
+
+    def __init__(self) -> None:
+        self._values: list[set[float]] = []
+        self._range: Features | None = None
+        self._margin = np.zeros(0)
+        self._few = np.zeros(0, dtype=np.int64)  # features of few values, and those values in a table
+        self._table = np.zeros((1, 1, 0))
+
+    def new(self, rows: Features) -> tuple[NDArray[np.int64], bool]:
+        """Numbers of the rows that are like none before, the farthest from those first, all of them at first; and
+        whether one is farther than those were from each other."""
+        if self._range is None or self._range.shape[1] != rows.shape[1]:
+            return np.arange(len(rows)), True
+        low, high = self._range
+        strange = (rows[:, self._few] != self._table).all(0).any(1)
+        least, most = low - self._margin, high + self._margin
+        if (rows.min(0) >= least).all() and (rows.max(0) <= most).all() and not strange.any():  # as nearly always
+            return np.zeros(0, dtype=np.int64), False
+        beyond = ((rows < least) | (rows > most)).any(1)
+        out = np.maximum(low - rows, rows - high).clip(0) / np.maximum(high - low, 1e-9 * np.abs(high) + 1e-200)
+        new = np.flatnonzero(strange | beyond)
+        far = out[new].max(1)
+        return new[np.lexsort((~strange[new], -far))], bool((far >= 1).any())
+
+    def learn(self, rows: Features) -> None:
+        """From now on such rows are known."""
+        if self._range is None or self._range.shape[1] != rows.shape[1]:
+            self._values, self._range = [set() for _ in rows.T], np.stack([rows.min(0), rows.max(0)])
+        self._range = np.stack([np.minimum(self._range[0], rows.min(0)), np.maximum(self._range[1], rows.max(0))])
+        for values, column in zip(self._values, rows.T, strict=True):
+            if len(values) <= FEW:
+                found = np.unique(column)
+                many = len(column) > FEW // 4 and len(found) == len(column)  # no two rows are alike in it
+                values.update(range(FEW + 1) if many else found[: FEW + 1].tolist())
+        few = np.array([len(values) <= FEW for values in self._values])
+        self._few = np.flatnonzero(few)
+        most = max((len(self._values[k]) for k in self._few), default=1)
+        self._table = np.array([(list(self._values[k]) * most)[:most] for k in self._few]).reshape(-1, most).T[:, None]
+        # Of many values there is always a next extreme.
+        self._margin = np.where(few, 0.0, 0.1 * (self._range[1] - self._range[0]))
