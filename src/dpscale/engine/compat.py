@@ -99,7 +99,10 @@ def sharding_policies(module: Any) -> tuple[Any, list[Any]]:
     If it goes: compare the dtype and the device of its parameters with those that a forward sees.
     """
     state = module._get_fsdp_state()
-    return state._mp_policy, [group.offload_policy for group in state._fsdp_param_groups]
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.12 has one, or none
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return state._mp_policy, [group.offload_policy for group in groups]
 
 
 def reparametrized(model: nn.Module, values: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:

@@ -245,7 +245,7 @@ class Engine:
                 if not due.thorough and known is not None and known.rows >= len({*kept}):
                     glance = Glance(
                         subject, batch, kept, sites=None if kind in self._obstacles else self._sites, seed=seed,
-                        draws=known.draws, drops=known.drops, eps=known.eps, brief=due.brief, own=own,
+                        draws=known.draws, drops=known.drops, eps=known.eps, own=own,
                     )  # fmt: skip
                 if glance is None or not glance(singles or {}, rest):
                     look = Look(subject, batch, rows, kept, singles=singles, rest=rest, again=known is not None,

@@ -369,6 +369,11 @@ class Tape(ParameterOps):
         self._made: Counter[str] = Counter()
 
     @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next(iter(self.leaves.values())).device
+
+    @property
     def edges(self) -> list[GradientEdge]:
         """Where a backward must deliver gradients."""
         return [edge for op in self.ops for edge in op.edges.values()]

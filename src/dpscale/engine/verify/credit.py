@@ -6,6 +6,7 @@ another sample, or to several, and a backward that computes with the whole batch
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dpscale.engine.tape.tape import Tape
+from dpscale.engine.combine import exactly, gradients
+from dpscale.engine.rules.forms import drop
+from dpscale.engine.tape.tape import Shared, Tape
+from dpscale.engine.verify.values import Gradient, apart
 
 Place = tuple[GradientEdge, Callable[[Tensor], Tensor]]
 """Where a gradient arrives, and what puts its samples first."""
@@ -22,6 +26,27 @@ POWERS, OF_HALVES = 32, 6
 """Weights to choose from; of 16-bit floats with a short range, few: neither end may leave it."""
 
 _OFF, _COARSE = 1e-3, 0.06
+
+
+@dataclass(frozen=True)
+class TapedRun:
+    """What a taped run gave.
+
+    Attributes:
+        tape: what parameters met.
+        losses: (B,).
+        grads: what arrived at the operations; nothing if no backward was made.
+        astray: whether it arrives in rows that it is not of.
+        left: what the run left behind.
+        shared: what parameters alone met.
+    """
+
+    tape: Tape
+    losses: Tensor
+    grads: Sequence[Tensor | None]
+    astray: bool
+    left: Any
+    shared: list[Shared]
 
 
 def insides(tape: Tape) -> list[Place]:
@@ -38,24 +63,25 @@ def arrived(losses: Tensor, places: Sequence[Place]) -> Sequence[Tensor | None]:
     return _grad(losses, [edge for edge, _ in places], torch.ones_like(losses)) if places else ()
 
 
-def arrives_alike(
-    ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None], places: Sequence[Place], i: int
-) -> bool:
-    """Whether the same arrived in the rows of sample i in two runs, place by place, to rounding."""
-    if len(ours) != len(theirs):
-        return False
-    for one, other, (_, rows) in zip(ours, theirs, places, strict=True):
-        if one is None or other is None:
-            if one is not other:
-                return False
-            continue
-        a, b = rows(one)[i], rows(other)[i]
-        if a.shape != b.shape:
-            return False
-        off, size = torch.linalg.vector_norm(a - b), torch.linalg.vector_norm(a)
-        if bool(torch.isfinite(size)) and not bool(off <= _rounding(a) * size):
-            return False
-    return True
+def credited(tape: Tape, grads: Sequence[Tensor | None], rows: Sequence[int]) -> Gradient:
+    """The gradients that a taped run credits to these rows, added up, each with a weight of its own; nothing of others,
+    finite or not."""
+    weights = torch.zeros(tape.samples, device=tape.device)
+    weights[list(rows)] = 1 + torch.arange(len(rows), device=tape.device) / 8
+    with exactly(tape.device):
+        forms = gradients([tape], [grads])
+        return {name: form.map(drop(weights > 0)).weighted(weights) for name, form in forms.items()}
+
+
+def credited_alike(ours: TapedRun, theirs: TapedRun, rows: Sequence[int]) -> bool:
+    """Whether two runs credit the same to these rows, to rounding.
+
+    What arrives at an operation may be the same where what it multiplies is not: a layer of zeros sends nothing back,
+    and its own gradient is made of its input.
+    """
+    mine, other = (credited(run.tape, run.grads, rows) for run in (ours, theirs))
+    coarse = max((_rounding(g) for g in ours.grads if g is not None), default=_OFF)
+    return apart(mine, other, coarse / 10) is None
 
 
 def _rounding(g: Tensor) -> float:

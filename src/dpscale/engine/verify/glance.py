@@ -1,13 +1,12 @@
 """A glance at a few rows and at the whole batch: whether there is anything that a look would have to judge.
 
 A look finds out where the samples are, and judges what it sees. Once that is known of a model, other rows, lengths,
-sizes and settings need less: losses in other company and alone, what is left behind, and what arrives in each row,
-weighted and in other company. Whatever is not as expected, for a good reason or a bad one, is left to a look.
+sizes and settings need less: losses in other company and alone, what is left behind, and what is credited to each
+row, weighted and in other company. Whatever is not as expected, for a good reason or a bad one, is left to a look.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import Shared, Site, Sites, Tape, shapes_of, unrecorded
-from dpscale.engine.verify.credit import arrived, arrives_alike, insides, misplaced
+from dpscale.engine.verify.credit import TapedRun, arrived, credited_alike, insides, misplaced
 from dpscale.engine.verify.look import Subject
-from dpscale.engine.verify.own import OwnRun, TapedRun
+from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
 from dpscale.engine.verify.probe import Undropped
 from dpscale.engine.verify.randomness import own_randomness
@@ -38,17 +37,16 @@ class Glance:
         drops: whether it has dropout, which is left out of what is compared with few rows.
         eps: of the coarsest numbers that it computes with.
         seed: for the runs.
-        brief: compare what arrives in other company among few rows alone, and not in the whole batch.
         own: the run of the step itself, if that may be the one of the whole batch.
     """
 
     def __init__(
         self, subject: Subject, batch: Any, kept: Sequence[int], *, sites: Sites | None, draws: bool, drops: bool,
-        eps: float, seed: int, brief: bool = False, own: OwnRun | None = None,
+        eps: float, seed: int, own: OwnRun | None = None,
     ) -> None:  # fmt: skip
         self._subject, self._batch, self._kept = subject, batch, list(kept)
         self._sites, self._draws, self._drops, self._eps, self._seed = sites, draws, drops, eps, seed
-        self._own, self._brief = own, brief
+        self._own = own
         self._learned: list[Shared] = []
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
@@ -104,7 +102,7 @@ class Glance:
 
     def _few_apart(self, sites: Sites | None) -> Tensor | None:
         """The losses of a few rows, if each has the same among empty ones, and the one in the middle, the rarest, among
-        copies of itself and alone; what arrives in that one is the same, too."""
+        copies of itself and alone; what is credited to that one is the same, too."""
         rows, middle = take(self._batch, self._kept), ROWS // 2
         company = [(replaced(rows, neutral(rows), [i]), i) for i in range(ROWS)]
         ours = self._run(rows)
@@ -137,8 +135,7 @@ class Glance:
 
     def _credited(self, sites: Sites) -> Tensor | None:
         """The losses of the whole batch without dropout, if with it one row that is like most has the same among copies
-        of itself, and what arrives in a row is of its own loss alone: weighted and, unless it is brief, in other
-        company."""
+        of itself, and what arrives in a row is of its own loss alone: weighted, and in other company."""
         last = self._kept[-1]
         if self._own is None:
             ours = self._taped(sites, self._batch, weighted=True)
@@ -146,24 +143,23 @@ class Glance:
             ours = self._own(sites, self._surroundings, self._seed, [])
         if ours is None:
             return None
-        theirs = self._taped(sites, self._copies(last), self._own, backward=not self._brief)
-        if not self._agree(replace(ours, grads=[]) if self._brief else ours, theirs, last):
+        if not self._agree(ours, self._taped(sites, self._copies(last), self._own), last):
             return None
         return self._run(self._batch)[0] if self._drops else ours.losses
 
     def _agree(self, ours: TapedRun | None, theirs: TapedRun | None, i: int) -> bool:
-        """Whether row i, what arrives in it and the state are the same in both runs; and what parameters alone meet."""
+        """Whether row i, what is credited to it and the state are the same in both runs; and what parameters alone
+        meet."""
         if ours is None or theirs is None or ours.astray or not same(ours.losses[i], theirs.losses[i]):
             return False
-        places = ours.places if ours.grads else []
-        if not arrives_alike(ours.grads, theirs.grads, places, i) or not _same_constants(ours.shared, theirs.shared):
+        if not credited_alike(ours, theirs, [i]) or not _same_constants(ours.shared, theirs.shared):
             return False
         self._learned += ours.shared
         self._surroundings.compare(ours.left, theirs.left)
         return True
 
     def _taped(
-        self, sites: Sites, data: Any, beside: OwnRun | None = None, *, weighted: bool = False, backward: bool = True
+        self, sites: Sites, data: Any, beside: OwnRun | None = None, *, weighted: bool = False
     ) -> TapedRun | None:
         """A taped run, with the random numbers of that beside it; None if gradients go past the tape."""
         shared: list[Shared] = []
@@ -171,10 +167,10 @@ class Glance:
             with Tape(self._subject.parameters, None, sites, count_of(data), lenient=True, shared=shared) as tape:
                 losses = self._subject.run(copied(data))
             places = insides(tape) if not tape.lost and losses.requires_grad else []
-            grads = arrived(losses, places) if backward else []
+            grads = arrived(losses, places)
             astray = weighted and misplaced(losses, places, self._seed, grads, keep=False) is not None
         left = self._surroundings.left_behind()
-        return TapedRun(losses.detach(), places, grads, astray, left, shared) if places else None
+        return TapedRun(tape, losses.detach(), grads, astray, left, shared) if places else None
 
 
 def _same_constants(ours: list[Shared], theirs: list[Shared]) -> bool:

@@ -26,8 +26,8 @@ from dpscale.engine.combine import gradients
 from dpscale.engine.compat import has_hooks, tree_map
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import OpName, Site, Sites, Tape
-from dpscale.engine.verify.credit import arrived, arrives_alike, insides, misplaced
-from dpscale.engine.verify.own import OwnRun, TapedRun
+from dpscale.engine.verify.credit import TapedRun, arrived, credited_alike, insides, misplaced
+from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS, Obstacle, keeps, places
 from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped
 from dpscale.engine.verify.randomness import host_states, own_randomness
@@ -66,7 +66,19 @@ _BACKWARD = (
     "treat each sample apart, or leave it out."
 )
 
+_COUPLED = (
+    "Samples are coupled at {}: what one sample holds reaches another. A per-sample gradient, and so a bound on one "
+    "sample's influence, does not exist then. The usual causes are BatchNorm (dpscale.fix(model) puts GroupNorm in its "
+    "place), statistics taken over the batch, and a loss that mixes samples or averages over them (use "
+    "reduction='none')."
+)
+
+_NOWHERE = "the loss"
+"""Where samples meet, if no operation of the forward shows it."""
+
 _ASTRAY = "what arrives in a row is not of that row's loss alone: rows change places, or meet"
+
+_ALONE = "an operation cannot be run for one sample ({})"
 
 _MIDDLE, _MIXED = [0.0, 1.0, 0.0], [1.0, -0.75, 0.5]
 """Weights of the rows in two mixtures of their losses."""
@@ -187,7 +199,7 @@ class Look:
             if not isinstance(base, Probe) or base.lost or any(o is None or o[0].lost for o in others):
                 raise Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
             _require_no_hooks(self._subject.parameters)
-            sites = places(base, [probe for probe, _ in others], arrived, growth)
+            sites = places(base, [probe for probe, *_ in others], arrived, growth)
             self._check_backward(base, arrived, others)
             self._check_credit(base, sites, arrived, plain)
             self._whole_batch(base, losses, sites)
@@ -251,10 +263,11 @@ class Look:
         ) from error
 
     def _arrived(self, mode: Any, losses: Tensor, i: int) -> Gradient:
-        """What the loss of row i sends to each operation that parameters meet."""
+        """What the loss of row i sends to each operation that parameters meet, and to the parameters."""
         if not isinstance(mode, Probe):
             return {}
-        targets = {(*call.name_of, k): edge for call in mode.calls for k, edge in call.edges.items()}
+        targets: dict[Any, Any] = {(*call.name_of, k): e for call in mode.calls for k, e in call.edges.items()}
+        targets |= {("leaf", n): t for n, t in mode.leaves.items()}
         return gradient(losses, [float(k == i) for k in range(ROWS)], targets)
 
     # 1, 3, 4: in other company
@@ -274,7 +287,7 @@ class Look:
                 self._surroundings.restore()
                 continue
             self._settle(base, mode, data, ours, losses, i, left)
-            found = mode, arrived
+            found = mode, arrived, data
             if probe is None or (not probe.lost and len(probe.calls) == len(base.calls)):
                 break  # others may run other operations, where a model asks whether a mask is all ones
         return found
@@ -286,13 +299,20 @@ class Look:
         self._surroundings.compare(left, theirs)
 
     def _check_backward(self, base: Probe, arrived: Sequence[Gradient], others: Sequence[Any]) -> None:
-        """In other company the loss of a row sends the same gradients to the same places."""
-        for i, (probe, theirs) in enumerate(others):
+        """In other company the loss of a row sends the same gradients to the same places, and to the parameters.
+
+        To both: a layer of zeros sends nothing back, and its own gradient is made of its input.
+        """
+        for i, (probe, theirs, data) in enumerate(others):
             if any(key in theirs and theirs[key].shape != g.shape for key, g in arrived[i].items()):
                 raise Obstacle("shapes depend on the values in the batch")
             alike = base.device.type == "cpu" and [op.outputs for op in base.ran] == [op.outputs for op in probe.ran]
-            if apart(arrived[i], theirs, 1e-4 if alike else probe.eps**0.5) is not None:
-                raise UnsupportedModel(_BACKWARD)
+            for leaves in (True, False):
+                one, other = (
+                    {k: g for k, g in each.items() if (k[0] == "leaf") is leaves} for each in (arrived[i], theirs)
+                )
+                if apart(one, other, 1e-4 if alike else probe.eps**0.5) is not None:
+                    self._refuse_gradient(self._rows, data, i)
 
     def _among_nothing(self, base: Any, ours: Tensor, left: Any) -> None:
         """Each row with empty ones around it."""
@@ -345,7 +365,7 @@ class Look:
         within = insides(tape) if not tape.lost and losses.requires_grad else []
         grads = arrived(losses, within)
         astray = misplaced(losses, within, self._seed, grads) is not None
-        run = TapedRun(losses, within, grads, astray, self._surroundings.left_behind(), [])
+        run = TapedRun(tape, losses, grads, astray, self._surroundings.left_behind(), [])
         if base.draws_freely:  # numbers are the same for all companies only if each operation is seeded
             return _Whole(self._numbered, astray=astray)
         return _Whole(taped, run, astray=astray)
@@ -363,7 +383,7 @@ class Look:
             mode = whole.mode()
             others = self._run(mode, data, whole.start)
             if ours is not None and not whole.astray:
-                self._check_arrivals(ours, mode, others, keep)
+                self._check_whole_credit(ours, mode, others, keep, data)
             theirs = self._surroundings.left_behind()
             for i in keep:
                 if not near(losses[i], others[i], losses, base.eps, rounding(base.eps)):
@@ -377,17 +397,22 @@ class Look:
         for k, i in enumerate(self._kept):
             self._require_near(k, few, ROWS, losses[i], self._samples, base.eps)
 
-    def _check_arrivals(self, ours: TapedRun, tape: Tape, losses: Tensor, kept: Sequence[int]) -> None:
-        """In other company the losses of the rows that were kept send the same gradients to the same places."""
+    def _check_whole_credit(self, ours: TapedRun, tape: Tape, losses: Tensor, kept: Sequence[int], data: Any) -> None:
+        """In other company the rows that were kept are credited the same gradients."""
         if tape.lost or not ours.grads or not losses.requires_grad:
             return
         within = insides(tape)
         grads = arrived(losses, within)
-        if all(arrives_alike(ours.grads, grads, within, i) for i in kept):
+        try:
+            alike = credited_alike(ours, replace(ours, tape=tape, grads=grads), kept)
+        except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+            raise Obstacle(_ALONE.format(error)) from error
+        if alike:
             return
-        if misplaced(losses, within, self._seed, grads) is None:
-            raise UnsupportedModel(_BACKWARD)
-        raise Obstacle(_ASTRAY)
+        if misplaced(losses, within, self._seed, grads) is not None:
+            raise Obstacle(_ASTRAY)
+        self._surroundings.restore()
+        self._refuse_gradient(self._batch, data, kept[0])
 
     def _require_near(self, i: int, ours: Tensor, rows: int, theirs: Tensor, others: int, eps: float) -> None:
         """A row among so many others has the loss that it has among ours."""
@@ -442,12 +467,12 @@ class Look:
             if again[0].device.type != "cpu" and bool(apart <= 1e-3 * again[0][i].abs().clamp(min=1)):
                 return  # kernels that add up in another order each time
             raise UnsupportedModel(_EACH_TIME)
-        raise UnsupportedModel(
-            f"Samples are coupled at {self._where(ours, theirs, i)}: what one sample holds reaches another. A "
-            "per-sample gradient, and so a bound on one sample's influence, does not exist then. The usual causes are "
-            "BatchNorm (dpscale.fix(model) puts GroupNorm in its place), statistics taken over the batch, and a loss "
-            "that mixes samples or averages over them (use reduction='none')."
-        )
+        raise UnsupportedModel(_COUPLED.format(self._where(ours, theirs, i)))
+
+    def _refuse_gradient(self, ours: Any, theirs: Any, i: int) -> None:
+        """Say where samples meet, though no loss shows it: before a layer of zeros, or in the backward alone."""
+        where = self._where(ours, theirs, i)
+        raise UnsupportedModel(_BACKWARD if where == _NOWHERE else _COUPLED.format(where))
 
     def _where(self, ours: Any, theirs: Any, i: int) -> str:
         """The first operation at which the kept row becomes another one."""
@@ -458,20 +483,20 @@ class Look:
             try:
                 self._run(mode, data)
             except Exception:
-                return "the loss"
+                return _NOWHERE
             finally:
                 self._surroundings.restore()
             runs.append(mode)
         if any([op.function for op in run.ran] != [op.function for op in runs[0].ran] for run in runs):
-            return "the loss"
+            return _NOWHERE
         for k, op in enumerate(runs[0].ran):
             for a, b, more in zip(*(run.outputs[k] for run in runs), strict=True):
                 if a.shape != b.shape:
-                    return str(getattr(op.function, "__name__", "the loss"))
+                    return str(getattr(op.function, "__name__", _NOWHERE))
                 moved = changed(a, b)
                 if bool(moved.any()) and not keeps(moved, more.shape, samples, i):
-                    return str(getattr(op.function, "__name__", "the loss"))
-        return "the loss"
+                    return str(getattr(op.function, "__name__", _NOWHERE))
+        return _NOWHERE
 
     # 2 and 5: alone
 
@@ -565,7 +590,7 @@ class Look:
         except UnsupportedModel as error:
             raise Obstacle(str(error)) from error
         except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
-            raise Obstacle(f"an operation cannot be run for one sample ({error})") from error
+            raise Obstacle(_ALONE.format(error)) from error
         close_to = max(1e-9, base.eps**0.5)
         # A norm counts in what underflow can take from it, so that of a gradient of nothing is not quite nothing.
         least = 1e-9 * max(map(size, plain)) + 1e-17

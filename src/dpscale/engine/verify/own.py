@@ -1,7 +1,6 @@
 """The forward and backward of a step, taken as one of the runs that a check compares: the check then costs one less."""
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,30 +9,10 @@ from torch import Tensor
 from dpscale.engine.combine import Evaluated, backward
 from dpscale.engine.errors import PassedBy
 from dpscale.engine.tape.tape import Shared, Sites, Tape
-from dpscale.engine.verify.credit import Place, insides, misplaced
+from dpscale.engine.verify.credit import TapedRun, insides, misplaced
 from dpscale.engine.verify.randomness import random_states, set_random_states
 from dpscale.engine.verify.rows import copied
 from dpscale.engine.verify.state import Surroundings
-
-
-@dataclass(frozen=True)
-class TapedRun:
-    """What a taped run gave.
-
-    Attributes:
-        losses: (B,).
-        places, grads: where gradients arrive, and what did.
-        astray: whether they arrive in rows that they are not of.
-        left: what the run left behind.
-        shared: what parameters alone met.
-    """
-
-    losses: Tensor
-    places: list[Place]
-    grads: Any
-    astray: bool
-    left: Any
-    shared: list[Shared]
 
 
 class OwnRun:
@@ -90,7 +69,7 @@ class OwnRun:
             self.drop()
         else:
             self.evaluated = [tape], grads, losses
-        return TapedRun(losses, places, grads[0], astray is not None, surroundings.left_behind(), shared or [])
+        return TapedRun(tape, losses, grads[0], astray is not None, surroundings.left_behind(), shared or [])
 
     def drop(self) -> None:
         """It will not be used: another comes in its place."""

@@ -236,11 +236,6 @@ class Probe(Numbered, Tape):
         self._like = {call.name_of: call for call in like.calls} if like else {}
         self.calls: list[ProbedCall] = []
 
-    @property
-    def device(self) -> torch.device:
-        """Of the parameters."""
-        return next(iter(self.leaves.values())).device
-
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Tape it; dropout on a parameter drops nothing."""
         if getattr(func, "__name__", "") in _DROPOUT:

@@ -21,10 +21,6 @@ FORCED = {"far": 64, "rows": 16, "settings": 16, "remainders": 8, "sizes": 0}
 """Checks that are made whatever they cost: at rows far from all before, as all of a new length are; at other new rows;
 at new settings; at the first batch of each remainder by eight. Not at every new size."""
 
-BRIEF = {"far", "rows"}
-"""Reasons for a brief glance: a run over sequences has a new length every other step."""
-
-
 FEW = 16
 """Values of a feature that are each remembered; beyond, only the smallest and the largest."""
 
@@ -36,12 +32,10 @@ class Due:
     Attributes:
         first: rows to look at before others.
         thorough: a look; otherwise a glance.
-        brief: a glance that compares gradients in other company among few rows alone.
     """
 
     first: list[int] = field(default_factory=list)
     thorough: bool = False
-    brief: bool = False
 
 
 class Schedule:
@@ -83,8 +77,7 @@ class Schedule:
             "far": far, "rows": len(new) > 0, "settings": not self._is_known(kind, setting, shapes),
             "remainders": size % 8 not in self._remainders, "sizes": size not in self._met,
         }  # fmt: skip
-        reason = self._reason(kind, size, reasons, now)
-        if reason is None:
+        if not self._is_due(kind, size, reasons, now):
             return None
         thorough = kind not in self._kinds or self._long_ago(now)
         self._kinds.add(kind)
@@ -94,9 +87,7 @@ class Schedule:
         self._remainders.add(size % 8)
         if rows is not None:  # rows that are not looked at stay new
             novelty.learn(rows)
-        return Due(
-            [int(i) for i in new] if len(new) < size else [], thorough, reason in BRIEF and not self._power_of_two
-        )
+        return Due([int(i) for i in new] if len(new) < size else [], thorough)
 
     def _is_known(self, *now: Hashable) -> bool:
         """Whether such a kind, setting and shapes were looked at; most steps are like the one before."""
@@ -106,18 +97,17 @@ class Schedule:
         self._now = now if known else None
         return known
 
-    def _reason(self, kind: Hashable, size: int, reasons: Mapping[str, bool], now: float) -> str | None:
-        """Why a check is due, if it is."""
+    def _is_due(self, kind: Hashable, size: int, reasons: Mapping[str, bool], now: float) -> bool:
         if kind not in self._kinds:
-            return "kind"
+            return True
         if not 0.9 * self._sizes[0] - 2 <= size <= 1.1 * self._sizes[1] + 2:  # a forward may ask for the size
-            return "range"
+            return True
         affordable = self._spent <= SHARE * (now - (self._started or now))
         for reason in (name for name, holds in reasons.items() if holds):
             if self._forced[reason] or affordable:
                 self._forced[reason] = max(0, self._forced[reason] - 1)
-                return reason
-        return "turn" if self._power_of_two or (affordable and self._long_ago(now)) else None
+                return True
+        return self._power_of_two or (affordable and self._long_ago(now))
 
     @property
     def _power_of_two(self) -> bool:
