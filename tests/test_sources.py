@@ -214,12 +214,18 @@ def test_a_run_draws_from_what_make_private_takes(name):
 
 
 def test_arrays_stay_the_same_data_within_a_shuffled_epoch():
-    run, given = private(sampling=dpscale.Shuffled(size=SIZE, batch=12), steps=10), (X, Y)
-    batches = run.batches(given)
+    run = private(sampling=dpscale.Shuffled(size=SIZE, batch=12), steps=10)
+    batches = run.batches((X, Y))
     run.step(next(batches), loss_fn)
-    assert len(run.batches(given)) == 9
+    assert len(run.batches((X, Y))) == 9
     with pytest.raises(ValueError, match="the very dataset that this run began with"):
         run.batches((X.copy(), Y))
+
+
+def test_as_many_arrays_as_samples_are_columns_as_for_make_private():
+    run = private(sampling=dpscale.FullBatch(size=2), steps=1)
+    x, y = next(run.batches((X[:2], Y[:2])))
+    torch.testing.assert_close((x, y), (torch.tensor(X[:2]), torch.tensor(Y[:2])))
 
 
 def test_samples_as_a_function_of_ones_own_collates_them_are_left_alone():

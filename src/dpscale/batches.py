@@ -322,7 +322,8 @@ def fetched(
 
     counted: Iterable[tuple[int, Any, Mapping[int, Any]]]
     if type(dataset) is TensorDataset and not loader:
-        table = FeatureTable(dataset.tensors)
+        if any(t.device.type != "cpu" for t in dataset.tensors):
+            table = FeatureTable(dataset.tensors)
         counted = ((len(data[0]), data, {}) for data in chosen_rows(dataset.tensors, rows()))
     else:
         collate = Collated(loader.get("collate_fn") or default_collate, each)
@@ -336,7 +337,7 @@ def fetched(
                 "told. Give a sample for each index: one that cannot be read may be a constant, such as zeros."
             )
         if len(pick.indices):
-            found = None if table is None else table.of(pick.rows, data)
+            found = None if table is None else table[pick.rows]
             yield pick, data, singles, None if found is None else found.reshape(len(pick.indices), -1)
         else:
             yield pick, neutral(data), {}, None

@@ -1,6 +1,7 @@
 """Feed: hands out the planned batches of a run, one draw each, and refuses data that the plan is not for."""
 
 import logging
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -73,14 +74,16 @@ class Feed:
             given: a dataset, or what can be made one.
             collated: whether a function of one's own makes batches of its samples, as they are.
         """
-        if self._made_of is not None and given is self._made_of[0]:
+        if self._made_of is not None and _same(given, self._made_of[0]):
             return self._made_of[1]
         must, got = "a dataset", "a DataLoader"
         action = "Pass its dataset: the plan draws the batches. Options such as num_workers go to batches()."
         require(not isinstance(given, DataLoader), "batches", "dataset", must, got, action)
         action = "Pass arrays (X, y); or make the run by make_private(..., target=...)."
         require(not is_frame(given), "batches", "dataset", "a dataset, or arrays", type(given).__name__, action)
-        samples = isinstance(given, list | tuple) and len(given) == self._state.plan.sampling.size
+        size = self._state.plan.sampling.size
+        columns = isinstance(given, tuple) and all(hasattr(each, "shape") and len(each) == size for each in given)
+        samples = isinstance(given, list | tuple) and len(given) == size and not columns
         if samples or (collated and is_hugging_face(given)):
             return given  # type: ignore[no-any-return]
         dataset = dataset_of("batches", given, name="dataset")
@@ -180,3 +183,10 @@ class Feed:
         finally:
             if this == state.loop:
                 state.ahead = None
+
+
+def _same(given: Any, before: Any) -> bool:
+    """Whether it is what was given before, or a tuple of the very same."""
+    if isinstance(given, tuple) and isinstance(before, tuple):
+        return len(given) == len(before) and all(map(operator.is_, given, before))
+    return given is before

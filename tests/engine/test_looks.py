@@ -224,6 +224,72 @@ def test_one_that_begins_with_a_new_length_is_refused_there():
     assert model is engine.model
 
 
+def behind_zeros(trick, when, dropout=0.0):
+    """The last layer begins with zeros: no loss depends on what comes in, and nothing is sent back."""
+    model = Net(trick, when, dropout)
+    nn.init.zeros_(model.last.weight)
+    return model
+
+
+BEHIND = {
+    "centred": lambda h, x: h - h.mean(0), "largest": lambda h, x: h * h.amax(0),
+    "of one norm": lambda h, x: F.layer_norm(h - h.mean(0), (8,)), "added up": lambda h, x: h.cumsum(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEHIND)
+@pytest.mark.parametrize(
+    ("when", "new"),
+    [
+        (lambda x: True, None),
+        (lambda x: len(x) > 5, None),  # not among few rows
+        (lambda x: x.shape[1] > 5, {"length": 9}),
+        (lambda x: x.shape[1] > 5 and len(x) > 5, {"length": 9}),
+        (lambda x: (x < 0).any(), {"strange": True}),
+    ],
+    ids=["at once", "in large batches", "long", "long, in large batches", "strange"],
+)
+def test_mixing_behind_a_layer_of_zeros_is_refused(name, when, new):
+    engine = Engine(model := behind_zeros(BEHIND[name], when))
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled at"):
+        if new is not None:
+            for seed in range(2):
+                engine.scaled_sum(loss_fn, batch(seed), RULE)
+        engine.scaled_sum(loss_fn, batch(2, **(new or {})), RULE)
+    assert model is engine.model
+
+
+def test_a_layer_of_zeros_is_no_reason_for_a_second_look(taken):
+    engine = Engine(model := behind_zeros(lambda h, x: h + x.sum(2, keepdim=True), lambda x: True, dropout=0.3))
+    for seed, length in enumerate((5, 9, 5, 9)):
+        engine.scaled_sum(loss_fn, batch(seed, length=length), RULE)
+    assert len(taken) == 1 and engine.model is model
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_switch_that_is_a_tensor_is_seen_when_somebody_writes_into_it(frozen):
+    model = Net(lambda h, x: h + model.switch * h.mean(0), lambda x: True)
+    switch = torch.zeros(1)
+    model.register_parameter("switch", nn.Parameter(switch, False)) if frozen else model.register_buffer(
+        "switch", switch
+    )
+    engine = Engine(model)
+    for seed in range(2):
+        engine.scaled_sum(loss_fn, batch(seed), RULE)
+    model.switch.fill_(1.0)
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled at"):
+        engine.scaled_sum(loss_fn, batch(2), RULE)
+
+
+def test_what_a_forward_writes_into_its_own_buffers_calls_for_no_check():
+    model = Net(lambda h, x: model.calls.add_(1) * 0 + h, lambda x: True)
+    model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    engine = Engine(model)
+    for seed in range(20):
+        engine.scaled_sum(loss_fn, batch(seed % 3), RULE)
+    assert engine.checks()["times that the model was checked"] <= 6
+
+
 def feeds_attribute(model, x):
     model.seen = float(x.sum())
 
@@ -578,19 +644,13 @@ def test_no_two_rows_that_are_exchanged_have_the_same_weight(dtype):
         assert (exchanged is not None) == bool((order != torch.arange(8)).any())
 
 
-def test_rows_chosen_from_tensors_are_looked_over_once_and_anew_once_they_were_written_to():
-    rng = np.random.default_rng(0)
+def test_a_table_has_the_features_of_what_the_tensors_hold_now():
     data = torch.randn(50, 3, 4), torch.randint(-2, 9, (50, 6)), torch.rand(50, 2) > 0.5
     data[0][7, 1, 2], data[0][9, 0, 0] = float("nan"), float("-inf")
-    table = FeatureTable(data)
-    for _ in range(12):
-        indices = np.flatnonzero(rng.random(50) < 0.3)
-        chosen = [t[torch.from_numpy(indices)] for t in data]
-        np.testing.assert_array_equal(table.of(indices, chosen), features(chosen))
-    assert table._known.sum() > 40
+    table, indices = FeatureTable(data), np.array([3, 7, 9, 40])
+    np.testing.assert_array_equal(table[indices], features([t[torch.from_numpy(indices)] for t in data]))
     data[1][:] = 5
-    everything = np.arange(50)
-    np.testing.assert_array_equal(table.of(everything, data), features(data))
+    np.testing.assert_array_equal(table[np.arange(50)], features(data))
 
 
 def test_features_are_counts_and_extremes():

@@ -37,7 +37,7 @@ from dpscale.engine.compile.step import Backend, CompiledSum
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.errors import PassedBy
 from dpscale.engine.identity import Setting, code_of
-from dpscale.engine.modules import Structure, structure
+from dpscale.engine.modules import Structure, Writes, structure
 from dpscale.engine.phases import cold_start, phase, waiting
 from dpscale.engine.recorder import Recorder
 from dpscale.engine.rules.forms import Dense
@@ -99,7 +99,7 @@ class Engine:
     ) -> None:
         self._model = weakref.ref(model)
         self._sites = Sites()
-        self._schedule = Schedule()
+        self._schedule, self.writes = Schedule(), Writes()
         self._looked: dict[Any, Looked] = {}
         self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
         self._worth = compile if isinstance(compile, Worth) else None
@@ -176,7 +176,10 @@ class Engine:
 
         subject = Subject(model, parameters, run, loss_fn)
         looks = self._schedule.looks
-        with nullcontext() if looks else cold_start():  # one line in the log for all that comes before a first sum
+        with (
+            self.writes.own(found),
+            nullcontext() if looks else cold_start(),
+        ):  # one line in the log for all that comes before a first sum
             compiled = self._compiled if self.compiles and change is None else None
             shares = compiled is None and points is None
             kind, setting, evaluated = self.trust(subject, found, batch, mask, rows, singles, rest, shares=shares)
@@ -213,7 +216,7 @@ class Engine:
         """
         setting = Setting.of(found, subject.loss_fn, batch)
         kind = code_of(subject.loss_fn), found.kinds, tuple(found.trainable), found.names
-        told = setting.holding, setting.kind, found.attributes.settings, found.number
+        told = setting.holding, setting.kind, found.attributes.settings, found.number, self.writes.count(found)
         rows = features(batch, wait=True) if rows is None else rows
         due = self._schedule.due(kind, told, setting.shapes, len(mask), rows)
         if due is None:

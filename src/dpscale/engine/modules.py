@@ -86,6 +86,36 @@ def structure(model: nn.Module) -> Structure:
     return known
 
 
+class Writes:
+    """How often somebody wrote into the constants of a model between its sums: a switch may be a tensor."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._last: tuple[int, list[int]] | None = None
+
+    def count(self, found: Structure) -> int:
+        """Before a sum."""
+        if self._last is not None and self._last[0] == found.number and self._last != self._versions(found):
+            self.times += 1
+        return self.times
+
+    @contextmanager
+    def own(self, found: Structure) -> Iterator[None]:
+        """A sum: what its forward writes is its own."""
+        try:
+            yield
+        finally:
+            self.settle(found)
+
+    def settle(self, found: Structure) -> None:
+        """After a sum."""
+        self._last = self._versions(found)
+
+    @staticmethod
+    def _versions(found: Structure) -> tuple[int, list[int]]:
+        return found.number, [version(t) for t in found.constants]
+
+
 class Attributes:
     """Numbers, flags and words in the attributes of a model's modules, also in tuples, lists, dictionaries and sets;
     those that were there when it was looked at."""

@@ -181,6 +181,7 @@ class Recorder:
         tape, subject, batch, (kind, mask, states) = self._running
         self._running = None
         tape.__exit__(None, None, None)
+        self._engine.writes.settle(structure(model))
         if output is None:  # the forward raised: its error is already on the way
             return None
         if tape.lost:  # it met what no look has seen: look, and run it once more as it was

@@ -73,8 +73,8 @@ _COUPLED = (
     "reduction='none')."
 )
 
-_NOWHERE = "the loss"
-"""Where samples meet, if no operation of the forward shows it."""
+_NOWHERE, _SOMEWHERE = "the loss", "an operation that some batches alone run"
+"""Where samples meet, if no operation of the forward shows it; and if there are others in other company."""
 
 _ASTRAY = "what arrives in a row is not of that row's loss alone: rows change places, or meet"
 
@@ -488,7 +488,7 @@ class Look:
                 self._surroundings.restore()
             runs.append(mode)
         if any([op.function for op in run.ran] != [op.function for op in runs[0].ran] for run in runs):
-            return _NOWHERE
+            return _SOMEWHERE
         for k, op in enumerate(runs[0].ran):
             for a, b, more in zip(*(run.outputs[k] for run in runs), strict=True):
                 if a.shape != b.shape:

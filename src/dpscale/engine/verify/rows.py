@@ -19,9 +19,6 @@ from dpscale.engine.compat import version
 Features = NDArray[np.float64]
 """(B, F): numbers that tell the rows of a batch apart."""
 
-_LARGE = 1 << 20
-"""Rows of which no table is kept on the CPU."""
-
 
 def features(batch: Any, *, wait: bool = False) -> Features | None:
     """Of each row; None where the data are on another device, unless it is ``wait``ed for."""
@@ -33,34 +30,17 @@ def features(batch: Any, *, wait: bool = False) -> Features | None:
 
 
 class FeatureTable:
-    """Features of the rows of tensors that batches are chosen from: worked out once for each row.
-
-    On the CPU when a row is first chosen; on an accelerator all at once, so that no step has to wait for them.
-    """
+    """Features of the rows of tensors that batches are chosen from, all worked out at once: on an accelerator, where a
+    step would have to wait for them. Anew when somebody has written into the tensors, as far as torch knows of it."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
-        self._there = any(t.device.type != "cpu" for t in tensors)
-        self._table = features(tensors, wait=True) if self._there else None
-        self._known = np.zeros(0 if self._there or len(tensors[0]) > _LARGE else len(tensors[0]), dtype=bool)
-        self._versions = [version(t) for t in tensors]
+        self._versions: list[int] = []
+        self._table: Features | None = None
 
-    def of(self, indices: NDArray[np.int64], data: Sequence[Tensor]) -> Features | None:
-        """Those of the rows ``indices``, whose ``data`` were chosen."""
-        if self._there or not len(self._known):
-            return self._table[indices] if self._table is not None else features(data)
-        if (now := [version(t) for t in self._tensors]) != self._versions:  # somebody wrote into them
-            self._versions = now
-            self._known[:] = False
-        new = np.flatnonzero(~self._known[indices])
-        if len(new):
-            found = features(data if len(new) == len(indices) else [t[torch.from_numpy(new)] for t in data])
-            if found is None:
-                return None
-            if self._table is None:
-                self._table = np.empty((len(self._known), found.shape[1]))
-            self._table[indices[new]] = found
-            self._known[indices[new]] = True
+    def __getitem__(self, indices: NDArray[np.int64]) -> Features | None:
+        if (now := [version(t) for t in self._tensors]) != self._versions:
+            self._versions, self._table = now, features(self._tensors, wait=True)
         return None if self._table is None else self._table[indices]
 
 
