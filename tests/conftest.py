@@ -50,6 +50,16 @@ def silent(monkeypatch):
     monkeypatch.setattr("dpscale.engine.phases.SILENCE", 1e6)
 
 
+@pytest.fixture(scope="session")
+def nursery():
+    """Where processes of the tests come from."""
+    from .processes import Nursery
+
+    found = Nursery()
+    yield found
+    found.close()
+
+
 @pytest.fixture
 def folder():
     """Of records of a small comparison, which is run once for all tests of a process."""
