@@ -51,17 +51,22 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="where the files lie; default: one that is removed")
     parser.add_argument("--sabotage", choices=SABOTAGE, default=None, help="break the product, to see it noticed")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # threads do not survive a fork
-    logging.getLogger("dpscale").setLevel(logging.ERROR)  # each resumption warns, as it should
     folder = args.folder or Path(tempfile.mkdtemp(prefix="dpscale-faults-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        found = Torture(folder, random.Random(args.seed), args.sabotage).kill(args.kills)
+        seen = found(folder, args.kills, args.sabotage, args.seed)
     finally:
         if args.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(found, indent=2))
-    sys.exit(1 if found["faults"] else 0)
+    print(json.dumps(seen, indent=2))
+    sys.exit(1 if seen["faults"] else 0)
+
+
+def found(folder: Path, kills: int, sabotage: str | None = None, seed: int | None = None) -> dict[str, object]:
+    """What so many kills show."""
+    torch.set_num_threads(1)  # threads do not survive a fork
+    logging.getLogger("dpscale").setLevel(logging.ERROR)  # each resumption warns, as it should
+    return Torture(folder, random.Random(seed), sabotage).kill(kills)
 
 
 def plan() -> dpscale.Plan:
@@ -201,9 +206,9 @@ class Life:
 
     def lead(self) -> None:
         try:
-            self.watch()
             if self.of.sabotage:
                 sabotage(self.of.sabotage)
+            self.watch()  # over the sabotage: where the child is must be seen
             self.train()
         except BaseException:
             traceback.print_exc()
@@ -273,6 +278,7 @@ def sabotage(what: str) -> None:
 @contextlib.contextmanager
 def in_place(path: Path, **_):  # type: ignore[no-untyped-def]
     path.write_bytes(b"")
+    time.sleep(0.05)  # a slow disk
     with files.replacing(path.with_suffix(".whole")) as whole:
         yield whole
     path.write_bytes(path.with_suffix(".whole").read_bytes())

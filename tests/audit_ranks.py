@@ -1,11 +1,10 @@
-"""An audit on several ranks: `torchrun tests/audit_ranks.py FILE` writes what the first one found.
+"""An audit on several ranks: `main` runs on each, and the first one writes what it found.
 
 Twice more something is broken that only several ranks have: what they add up is averaged, or their noise is.
 """
 
 import json
 import math
-import sys
 from pathlib import Path
 
 from torch import distributed
@@ -47,10 +46,10 @@ def failed(broken):
     return [check.name for check in report.checks if check.p_value * len(report.checks) < FALSE_ALARM]
 
 
-if __name__ == "__main__":
+def main(path):
     distributed.init_process_group("gloo")
     found = {**audited().to_dict(), "ranks": distributed.get_world_size()}
     found["failed"] = {broken.__name__: failed(broken) for broken in (averaged_sums, averaged_noise)}
     if distributed.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(path).write_text(json.dumps(found))
     distributed.destroy_process_group()

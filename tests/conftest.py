@@ -4,12 +4,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from .remembered import remember_rdp
+
 # Deterministic examples: a failure seen once is seen again. No deadline: the machines are noisy.
 settings.register_profile(
     "dpscale", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("dpscale")
 torch.set_num_threads(1)
+remember_rdp()
 
 
 def pytest_addoption(parser):
@@ -45,6 +48,16 @@ def lstm_in_any_precision(request):
 def silent(monkeypatch):
     """What is said to somebody who waits long depends on how busy the machine is."""
     monkeypatch.setattr("dpscale.engine.phases.SILENCE", 1e6)
+
+
+@pytest.fixture(scope="session")
+def nursery():
+    """Where processes of the tests come from."""
+    from .processes import Nursery
+
+    found = Nursery()
+    yield found
+    found.close()
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""What the tests of the Lightning integration train; as a script, what they kill or start on two ranks."""
+"""What the tests of the Lightning integration train; `killed` and `ranks` in processes of their own."""
 
 import os
 import signal
-import sys
 import warnings
 from pathlib import Path
 
@@ -107,8 +106,3 @@ def ranks(folder):
         )  # fmt: skip
         found = vector(module), callback.private.epsilon(), running.global_step, callback.private.plan.expected_batch
         torch.save(found, Path(folder) / f"{name}-{running.global_rank}.pt")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    {"killed": killed, "ranks": ranks}[sys.argv[1]](sys.argv[2])

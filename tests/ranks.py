@@ -3,10 +3,10 @@
 A run is a name of `CASES` or of `FAULTS`. What came of it on a rank is saved in the folder, for the test to compare.
 """
 
+import contextlib
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -790,8 +790,9 @@ def losing(rank, how):
     stepping(run, loss)
 
 
-LOST = {"killed": 600, "stalled": 5, "killed in shards": 600}
-"""How a rank is lost, and the timeout of the process group, in seconds."""
+LOST = {"killed": 3600, "stalled": 30, "killed in shards": 3600}
+"""How a rank is lost, and the timeout of the process group, in seconds: of the one that stalls a short one, which it
+takes to be noticed, yet long for two ranks on a busy machine to wait for each other."""
 
 RUNS = {name: lambda rank, case=case: train(case) for name, case in (CASES | COMPILED).items()} | FAULTS
 RUNS["resumed on more"] = resumed_on_more
@@ -804,7 +805,7 @@ RUNS |= {how: partial(losing, how=how) for how in LOST}
 
 
 def main(folder, *names):
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("PATIENCE", "60"))))
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("PATIENCE", "3600"))))
     torch.set_num_threads(1)
     FOLDER.append(Path(folder))
     rank = distributed.get_rank()
@@ -819,28 +820,26 @@ def main(folder, *names):
     distributed.destroy_process_group()
 
 
-def lose(folder, seconds):
-    """Lose a rank in every way at once. Not by torchrun, which would end the others itself: all are forked from this
-    process, so that torch is imported once."""
+def lose(folder):
+    """Lose a rank in every way at once. Not by torchrun, which would end the others itself."""
+    from .processes import HANGS, group_of
+
     started = []
-    for how, patience in LOST.items():
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        for rank in range(2):
-            if (child := os.fork()) == 0:
-                signal.alarm(seconds)
-                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
-                               "RANK": str(rank), "PATIENCE": str(patience)}  # fmt: skip
-                main(folder, how)
-                os._exit(0)
-            started.append(child)
-    for survivor in started[::2]:
-        os.waitpid(survivor, 0)
+    with contextlib.ExitStack() as groups:
+        for how, patience in LOST.items():
+            for variables in groups.enter_context(group_of(2)):
+                if (child := os.fork()) == 0:
+                    signal.alarm(HANGS)
+                    os.environ |= variables | {"PATIENCE": str(patience)}
+                    main(folder, how)
+                    os._exit(0)
+                started.append(child)
+        for survivor in started[::2]:
+            os.waitpid(survivor, 0)
     for lost in started[1::2]:
         os.kill(lost, signal.SIGKILL)
         os.waitpid(lost, 0)
 
 
 if __name__ == "__main__":
-    lose(sys.argv[2], int(sys.argv[3])) if sys.argv[1] == "--lose" else main(*sys.argv[1:])
+    main(*sys.argv[1:])

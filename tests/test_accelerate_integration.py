@@ -11,7 +11,6 @@ import dpscale
 from dpscale.integrations.accelerate import prepare
 
 from . import trainers
-from .test_transformers_integration import alone
 from .trainers import accelerated, losses, mlp, plan, table, vector
 
 
@@ -46,9 +45,9 @@ def test_bfloat16_is_used_and_weights_stay_wide(order):
     assert private.steps_taken == 4
 
 
-def test_a_killed_run_goes_on_from_its_saved_state(tmp_path):
-    done = alone(tmp_path, "accelerated_and_killed")
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+def test_a_killed_run_goes_on_from_its_saved_state(tmp_path, nursery):
+    code, _, errors = nursery.run("tests.trainers:train", str(tmp_path), "accelerated_and_killed")
+    assert code == -signal.SIGKILL, errors[-2000:]
     weights = []
     for _ in range(2):
         AcceleratorState._reset_state(True)
@@ -79,9 +78,8 @@ def test_accumulation_is_refused():
         prepare(Accelerator(cpu=True, gradient_accumulation_steps=2), *mlp(), plan())
 
 
-def test_two_ranks_are_one(tmp_path):
-    done = alone(tmp_path, "both_orders", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert done.returncode == 0, done.stderr[-4000:]
+def test_two_ranks_are_one(tmp_path, nursery):
+    nursery.ranks(2, "tests.trainers:train", str(tmp_path), "both_orders")
     first, second = (torch.load(tmp_path / f"both_orders-2-{rank}.pt") for rank in range(2))
     private = trainers.both_orders(tmp_path)
     assert torch.equal(first["weights"], second["weights"])

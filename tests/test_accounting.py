@@ -49,6 +49,18 @@ def test_calibration_gives_the_multipliers_of_the_specification(name, accountant
     assert epsilon * (1 - 1e-3) < spent <= epsilon
 
 
+def test_what_was_computed_once_is_not_computed_again(monkeypatch):
+    def calibrated():
+        sampling = Poisson(size=100, batch=10)
+        return accounting.calibrate_noise_multiplier(
+            lambda sigma: sampling.event(sigma, 7), epsilon=2, delta=1e-4, adjacency=sampling.adjacency
+        )
+
+    once = calibrated()
+    monkeypatch.setattr(accounting, "curves", None)
+    assert calibrated() == once
+
+
 def test_poisson_agrees_with_the_library_s_own_accountant():
     """At the library's interval 1e-4 both round pessimistically; ours may be coarser by a few 1e-5."""
     for size, batch, sigma, steps in ((60_000, 512, 1.2, 500), (100, 30, 3.0, 20), (10, 9, 8.0, 7)):

@@ -5,8 +5,6 @@ in 10,000 times.
 """
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +25,6 @@ from dpscale.secure_noise import SecureNoise
 from . import audit_ranks
 from .helpers import refuse, run
 from .ranks import interpreted
-from .test_distributed import ROOT, environment
 
 SHARP = dpscale.Plan(
     scaling=dpscale.Clip(C=0.7), sampling=dpscale.Poisson(size=1000, batch=250), steps=60, noise_multiplier=0.3,
@@ -218,13 +215,8 @@ def test_every_way_to_train_is_looked_at(name, trained, monkeypatch):
     assert "size of the noise" in failed(trained(WAYS[name]))
 
 
-def test_on_two_ranks_the_audit_is_that_of_one_process(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, audit_ranks.__file__, str(tmp_path / "report.json")], env=environment(), cwd=ROOT, timeout=240,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_on_two_ranks_the_audit_is_that_of_one_process(tmp_path, nursery):
+    nursery.ranks(2, "tests.audit_ranks:main", str(tmp_path / "report.json"))
     there, here = json.loads((tmp_path / "report.json").read_text()), audit_ranks.audited()
     assert there["ranks"] == 2 and there["consistent"] and here.consistent
     assert "what canaries add, all together" in there["failed"]["averaged_sums"]

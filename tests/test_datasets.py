@@ -28,6 +28,7 @@ from dpscale.lab.datasets.download import DownloadError
 from dpscale.lab.datasets.registries import npm_package
 
 from .helpers import run as command
+from .processes import HANGS
 
 RANDOM = np.random.default_rng(7)
 PARTITION = {"train": (1, 8), "val": (9, 12), "test": (13, 16)}
@@ -604,7 +605,7 @@ def test_who_waits_for_another_process_says_so_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "dpscale"), FileLock(tmp_path / ".set.lock"):
         waiting.start()
         assert not entered.wait(0.2)
-    waiting.join(10)
+    waiting.join(HANGS)
     assert entered.is_set()
     wanted = f"dpscale: waiting for another process, which is at work on set in {tmp_path}."
     assert [record.getMessage() for record in caplog.records] == [wanted]

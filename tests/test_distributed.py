@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,22 +16,14 @@ from dpscale.distributed import digest
 from dpscale.sharding import buckets
 
 from . import ranks
+from .processes import HANGS, ROOT, environment
 from .ranks import CASES, COMPILED, LOST, ON, SHARDED
-
-ROOT = Path(__file__).parents[1]
-SECONDS = 480
-"""After which a launch that hangs is ended."""
-
-
-def environment(**more):
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **more}
 
 
 def torchrun(world, folder, names):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     done = subprocess.run(
-        [*command, ranks.__file__, str(folder), *names], env=environment(), cwd=ROOT, timeout=SECONDS,
+        [*command, ranks.__file__, str(folder), *names], env=environment(), cwd=ROOT, timeout=HANGS,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -65,16 +56,26 @@ def read(folder, names, world):
 
 
 @pytest.fixture(scope="module")
-def several(launched):
-    """What each case gives on so many ranks; one launch for all of them."""
+def several(launched, nursery):
+    """What each case gives on so many ranks; one launch for all of them. On two ranks torchrun launches them.
+
+    Beside the two, others lose a rank: they mostly wait.
+    """
+
+    def on_two(folder):
+        losing = nursery.start("tests.ranks:lose", str(folder))
+        torchrun(2, folder, ON[2])
+        code, _, errors = losing.end()
+        assert code == 0, errors
+
+    def on_four(folder):
+        for momentum in ranks.REMEMBERED:  # for what is resumed there
+            ranks.halves(momentum, save=folder / f"{momentum}.ckpt")
+        nursery.ranks(4, "tests.ranks:main", str(folder), *ON[4])
 
     @cache
     def of(world):
-        def launch(folder):
-            for momentum in ranks.REMEMBERED if world == 4 else ():  # for what is resumed there
-                ranks.halves(momentum, save=folder / f"{momentum}.ckpt")
-            torchrun(world, folder, ON[world])
-
+        launch = {2: on_two, 4: on_four}[world]
         return read(launched(f"{world} ranks", launch), ON[world], world)
 
     return of
@@ -449,15 +450,10 @@ def test_other_wrappers_are_refused_by_name(made, source, text):
 # -- Ranks that are lost ---------------------------------------------------------------------------------------------
 
 
-def lose(folder):
-    command = [sys.executable, ranks.__file__, "--lose", str(folder), str(SECONDS)]
-    subprocess.run(command, cwd=ROOT, env=environment(), timeout=SECONDS, capture_output=True, check=True)
-
-
 @pytest.mark.parametrize("how", LOST)
-def test_a_rank_that_is_lost_is_noticed(how, launched):
-    """A death long before the timeout of 600 seconds, a rank that stalls when it is over."""
-    text = torch.load(launched("lost", lose) / f"{how}-0.pt")
+def test_a_rank_that_is_lost_is_noticed(how, two, launched):
+    """A death long before the timeout of an hour, a rank that stalls when it is over."""
+    text = torch.load(launched("2 ranks", lambda _: None) / f"{how}-0.pt")
     assert text.startswith("RuntimeError: step() could not be agreed on: another rank has ended, or did not come")
     assert f"within {timedelta(seconds=LOST[how])}, the timeout of the process group. Nothing was released." in text
     assert text.endswith("[after 2 steps]")

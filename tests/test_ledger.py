@@ -7,12 +7,11 @@ import gc
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import sqlite3
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -27,14 +26,14 @@ from dpscale.booking import open_run
 from dpscale.ledger import Ledger, LedgerError, Release
 
 from .helpers import SIZE, data, loss_fn, mlp, plan, train, vector
+from .processes import ROOT
 
 DELTA = 1e-3
 DATA = data()
-ROOT = Path(__file__).parent.parent
 
 
-def make(tmp_path, epsilon=100.0):
-    return Ledger(tmp_path / "patients.ledger", epsilon=epsilon, delta=DELTA)
+def make(folder, epsilon=100.0):
+    return Ledger(Path(folder) / "patients.ledger", epsilon=epsilon, delta=DELTA)
 
 
 def private(books, run="first", *, seed=0, model=None, lr=0.1, **changes):
@@ -53,17 +52,83 @@ def row(books, name="first"):
     return next(run for run in books.runs() if run.name == name)
 
 
-def child(code, *arguments, wait=True):
-    """Python in a process of its own, with this module's names."""
-    code = "from tests.test_ledger import *\n" + textwrap.dedent(code)
-    started = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env={**os.environ, "PYTHONPATH": str(Path(dpscale.__file__).parent.parent)},
-    )  # fmt: skip
-    if wait:
-        out, _ = started.communicate(timeout=120)
-        return started.returncode, out
-    return started
+# What processes of their own do. They are given the folder, and say what happened by what they print.
+
+HELD = []
+"""What lives to the end of its process."""
+
+
+def trains_and_ends(folder):
+    HELD.append(run := private(make(folder), steps=400))
+    some_steps(run, 30)
+
+
+def trains_and_is_killed(folder):
+    HELD.append(run := private(make(folder), steps=400))
+    some_steps(run, 20)
+    run.save(Path(folder) / "run")
+    some_steps(run, 11)
+    print(run._state.booking._held.last, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trains_and_dies(folder, epsilon):
+    HELD.append(run := private(make(folder, epsilon), steps=6))
+    some_steps(run, 3)
+    os._exit(9)
+
+
+def goes_on(folder):
+    HELD.append(private(make(folder), steps=40))
+    print("up", flush=True)
+    sys.stdin.read()
+
+
+def trains_what_fits(folder, epsilon, name):
+    books, admitted = make(folder, epsilon), 0
+    print("up", flush=True)
+    sys.stdin.readline()
+    for number in range(6):
+        try:
+            part = open_run(books, f"{name}/{number}", plan(steps=5))
+        except ValueError as error:
+            assert "does not fit into the budget" in str(error)
+            continue
+        for step in range(1, 6):
+            part.reserve(step)
+        part.close()
+        admitted += 1
+    print(admitted)
+
+
+def fills_the_disk(folder):
+    saved = Path(folder) / "run"
+    run = private(make(folder), steps=20)
+    some_steps(run, 3)
+    run.save(saved)
+    whole = saved.read_bytes()
+    batches = run.batches(DATA)
+    batch, before = next(batches), vector(run.model)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    for what in (lambda: run.step(batch, loss_fn), lambda: run.save(saved)):
+        try:
+            what()
+        except OSError as error:
+            print(error)
+    assert torch.equal(vector(run.model), before) and run.steps_taken == 3
+    assert saved.read_bytes() == whole
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert row(run._state.booking.ledger).charged == 3
+    run.step(batch, loss_fn)
+    assert run.steps_taken == 4 and row(run._state.booking.ledger).charged == 4
+
+
+def is_killed_again_and_again(folder, sabotage):
+    sys.path.append(str(ROOT / "benchmarks"))
+    import faults
+
+    print(json.dumps(faults.found(Path(folder), kills=200 if sabotage else 10, sabotage=sabotage)))
 
 
 def test_every_step_is_on_disk_before_it_is_released(tmp_path, monkeypatch):
@@ -123,23 +188,16 @@ def test_a_run_ends_with_its_last_reference(tmp_path):
     assert row(books).charged == 5 and not row(books).live
 
 
-def test_the_end_of_a_process_gives_back_what_it_did_not_use(tmp_path):
+def test_the_end_of_a_process_gives_back_what_it_did_not_use(tmp_path, nursery):
     make(tmp_path)
-    code = "run = private(make(Path(sys.argv[1])), steps=400); some_steps(run, 30)"
-    assert child(code, tmp_path) == (0, "")
+    assert nursery.run(f"{__name__}:trains_and_ends", str(tmp_path)) == (0, "", "")
     assert row(make(tmp_path)).charged == 30
 
 
-def test_a_killed_process_has_paid_for_what_it_reserved(tmp_path, caplog):
+def test_a_killed_process_has_paid_for_what_it_reserved(tmp_path, caplog, nursery):
     books = make(tmp_path)
-    code = """
-        run = private(make(Path(sys.argv[1])), steps=400)
-        some_steps(run, 20); run.save(sys.argv[1] + "/run"); some_steps(run, 11)
-        print(run._state.booking._held.last, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    code, out = child(code, tmp_path)
-    assert code == -signal.SIGKILL
+    code, out, errors = nursery.run(f"{__name__}:trains_and_is_killed", str(tmp_path))
+    assert code == -signal.SIGKILL, errors
     reserved = int(out)
     assert 31 <= reserved <= 31 + 20 and row(books).charged == reserved and not row(books).live
     (crashed,) = row(books).crashed
@@ -255,10 +313,9 @@ def test_a_plan_that_does_not_fit_is_refused_before_training(tmp_path):
         private(books, "fourth", steps=1, noise_multiplier=None, unsafe_no_noise=True)
 
 
-def test_a_dead_run_holds_only_what_it_used(tmp_path):
+def test_a_dead_run_holds_only_what_it_used(tmp_path, nursery):
     books = make(tmp_path, epsilon=plan().epsilon(DELTA, steps=8))
-    code = "run = private(make(Path(sys.argv[1]), float(sys.argv[2])), steps=6); some_steps(run, 3); os._exit(9)"
-    assert child(code, tmp_path, repr(books.epsilon))[0] == 9
+    assert nursery.run(f"{__name__}:trains_and_dies", str(tmp_path), books.epsilon)[0] == 9
     second = private(books, "second", steps=5)
     with pytest.raises(ValueError, match=r"with the 1 other runs, 1 of them going on"):
         private(books, "first", steps=6)  # its place was taken
@@ -418,18 +475,17 @@ def test_who_was_held_out_may_be_trained_on_in_a_run_beside_the_search():
     assert spent.epsilon == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-9)
 
 
-def test_two_live_processes_cannot_share_a_name(tmp_path):
+def test_two_live_processes_cannot_share_a_name(tmp_path, nursery):
     books = make(tmp_path)
-    code = "run = private(make(Path(sys.argv[1])), steps=40); print('up', flush=True); sys.stdin.read()"
-    other = child(code, tmp_path, wait=False)
-    assert other.stdout.readline() == "up\n"
+    other = nursery.start(f"{__name__}:goes_on", str(tmp_path))
+    assert other.hear() == "up"
     with pytest.raises(
         RuntimeError, match=r"The run 'first' of .*patients.ledger is going on, in this or another proce"
     ):
         private(books, steps=40)
     private(books, "second", steps=40).close()
     other.kill()
-    other.communicate()
+    other.end()
     run = private(books, steps=40)
     with pytest.raises(RuntimeError, match=r"is going on, in this"):
         private(books, steps=40)
@@ -437,31 +493,16 @@ def test_two_live_processes_cannot_share_a_name(tmp_path):
     private(books, steps=40).close()
 
 
-def test_trap_34_processes_that_train_alone_are_all_charged(tmp_path):
+def test_trap_34_processes_that_train_alone_are_all_charged(tmp_path, nursery):
     """Several at once, on one ledger: none is lost, and none gets in beyond the total."""
     books = make(tmp_path, epsilon=plan().epsilon(DELTA, steps=30))
-    code = """
-        books, admitted = make(Path(sys.argv[1]), float(sys.argv[2])), 0
-        print("up", flush=True); sys.stdin.readline()
-        for number in range(6):
-            try:
-                part = open_run(books, f"{sys.argv[3]}/{number}", plan(steps=5))
-            except ValueError as error:
-                assert "does not fit into the budget" in str(error)
-                continue
-            for step in range(1, 6):
-                part.reserve(step)
-            part.close(); admitted += 1
-        print(admitted)
-    """
-    others = [child(code, tmp_path, repr(books.epsilon), number, wait=False) for number in range(3)]
+    others = [nursery.start(f"{__name__}:trains_what_fits", str(tmp_path), books.epsilon, name) for name in range(3)]
+    assert [other.hear() for other in others] == ["up"] * 3
     for other in others:
-        assert other.stdout.readline() == "up\n"
-    for other in others:
-        other.stdin.write("go\n")
-        other.stdin.flush()
-    admitted = sum(int(other.communicate(timeout=120)[0]) for other in others)
-    assert [other.returncode for other in others] == [0, 0, 0]
+        other.say("go")
+    codes, admitted, errors = zip(*[other.end() for other in others], strict=True)
+    assert codes == (0, 0, 0), errors
+    admitted = sum(map(int, admitted))
     assert admitted == 6 and sum(run.charged for run in books.runs()) == 30
     assert books.spent().epsilon == books.epsilon
 
@@ -516,32 +557,12 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch, jump):
     assert row(books).charged == 40
 
 
-def test_a_disk_that_is_full_stops_the_step_before_its_release(tmp_path):
+def test_a_disk_that_is_full_stops_the_step_before_its_release(tmp_path, nursery):
     """By a limit on the size of files, in a process of its own. With room again the run goes on; nothing is lost."""
     make(tmp_path)
-    code = """
-        import resource
-        run = private(make(Path(sys.argv[1])), steps=20)
-        some_steps(run, 3); run.save(sys.argv[1] + "/run"); saved = Path(sys.argv[1] + "/run").read_bytes()
-        batches = run.batches(DATA)
-        batch, before = next(batches), vector(run.model)
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        for what in (lambda: run.step(batch, loss_fn), lambda: run.save(sys.argv[1] + "/run")):
-            try:
-                what()
-            except OSError as error:
-                print(error)
-        assert torch.equal(vector(run.model), before) and run.steps_taken == 3
-        assert Path(sys.argv[1] + "/run").read_bytes() == saved
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert row(run._state.booking.ledger).charged == 3
-        run.step(batch, loss_fn)
-        assert run.steps_taken == 4 and row(run._state.booking.ledger).charged == 4
-    """
-    code, out = child(code, tmp_path)
+    code, out, errors = nursery.run(f"{__name__}:fills_the_disk", str(tmp_path))
+    assert code == 0, errors
     first, second = out.splitlines()
-    assert code == 0
     assert first.startswith("The ledger ") and "is the disk full? Make room, and go on. Nothing was booked" in first
     assert second.startswith("The checkpoint ") and second.endswith("The one that was there before is unchanged.")
 
@@ -823,12 +844,10 @@ def test_a_run_that_was_taken_for_ended_must_be_admitted_anew(tmp_path):
 
 
 @pytest.mark.parametrize("sabotage", [None, "noise", "booking", "saving"])
-def test_kills_leave_the_books_right(tmp_path, sabotage):
-    command = [sys.executable, "benchmarks/faults.py", "--kills", "10" if sabotage is None else "200"]
-    command += ["--folder", str(tmp_path)] + (["--sabotage", sabotage] if sabotage else [])
-    environment = {**os.environ, "PYTHONPATH": str(Path(dpscale.__file__).parent.parent)}
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    told = json.loads(found.stdout)
-    assert (found.returncode, bool(told["faults"])) == ((0, False) if sabotage is None else (1, True)), found
+def test_kills_leave_the_books_right(tmp_path, sabotage, nursery):
+    code, out, errors = nursery.run(f"{__name__}:is_killed_again_and_again", str(tmp_path), sabotage)
+    assert code == 0, errors
+    told = json.loads(out)
+    assert bool(told["faults"]) == (sabotage is not None), told
     if sabotage is None:
         assert told["kills"] == 10 and 0 <= told["releases"] - told["noise_streams"] <= 10  # killed in between

@@ -1,12 +1,8 @@
 """`PrivateCallback`: what `Trainer.fit` does with it, beside the plain loop, killed, and on two ranks."""
 
 import logging
-import os
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +27,6 @@ from .lightning_runs import (
     trainer,
 )
 
-ROOT = Path(__file__).parents[1]
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # in Lightning
@@ -426,15 +421,8 @@ def test_a_checkpoint_of_plain_training_is_refused(tmp_path):
 # -- Processes -------------------------------------------------------------------------------------------------------
 
 
-def script(*arguments):
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "tests.lightning_runs", *map(str, arguments)]
-    return subprocess.run(command, env=environment, cwd=ROOT, timeout=240, capture_output=True, text=True, check=False)
-
-
-def test_a_killed_fit_goes_on_and_the_ledger_has_every_step(tmp_path):
-    assert script("killed", tmp_path).returncode == -9
+def test_a_killed_fit_goes_on_and_the_ledger_has_every_step(tmp_path, nursery):
+    assert nursery.run("tests.lightning_runs:killed", str(tmp_path))[0] == -9
     last = max(tmp_path.glob("*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
     assert last.stem == "step=7"
     ledger = dpscale.Ledger(tmp_path / "ledger")
@@ -445,9 +433,8 @@ def test_a_killed_fit_goes_on_and_the_ledger_has_every_step(tmp_path):
     assert spent == pytest.approx(callback.private.epsilon()) == pytest.approx(callback.private.plan.epsilon(steps=10))
 
 
-def test_two_ranks_are_one_process(tmp_path):
-    done = script("ranks", tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_two_ranks_are_one_process(tmp_path, nursery):
+    nursery.ranks(2, "tests.lightning_runs:ranks", str(tmp_path))
     for name, (kind, _, _) in RANKED.items():
         module, callback, running = fit(kind(), PrivateCallback(**BUDGETS[name], seed=0))
         (first, *rest), (second, *more) = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2))

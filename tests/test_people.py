@@ -11,6 +11,7 @@ import dpscale
 from dpscale.batches import keeps_order
 
 from .helpers import vector
+from .ranks import interpreted
 from .seeding import seeded
 
 COUNTS = (1, 3, 2, 9, 1, 4, 3, 6)  # records of each person: one, fewer than K, K, and more
@@ -127,8 +128,12 @@ def test_people_are_summed_as_a_loop_over_them_would(name, how):
     assert met == {1, 2, 3}
 
 
-@pytest.mark.parametrize("options", [{"micro_batch": 2}, {"compile": True}, {"compile": True, "micro_batch": 3}],
-                         ids=["parts", "compiled", "both"])  # fmt: skip
+IN_PARTS = {"parts": {"micro_batch": 2}, "traced": {"compile": interpreted},
+            "both": {"compile": interpreted, "micro_batch": 3}}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [*IN_PARTS.values(), pytest.param({"compile": True}, marks=pytest.mark.compiled)],
+                         ids=[*IN_PARTS, "compiled"])  # fmt: skip
 def test_people_in_micro_batches_and_compiled(options):
     model, data = model_of("mlp"), records_of()
     sums, batches = released(model, dpscale.by_user(data, USERS, records=K), POISSON, 2, **options)

@@ -6,15 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
 import dpscale
 
+from .processes import HANGS, ROOT
+
 pytest.importorskip("mkdocs")
-ROOT = Path(__file__).parents[1]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 _LOADED = re.compile(r"<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"")
 _LINK = re.compile(r"<a\b[^>]*?\bhref=\"([^\"]+)\"")
@@ -69,5 +69,5 @@ def test_the_search_finds_words_in_a_folder(site, word, found, tmp_path):
              "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path}"]  # fmt: skip
     address = f"{(site / 'index.html').as_uri()}?q={word}"
     assert BROWSER is not None
-    done = subprocess.run([BROWSER, *flags, "--dump-dom", address], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([BROWSER, *flags, "--dump-dom", address], capture_output=True, text=True, timeout=HANGS)
     assert ('class="md-search-result__item"' in done.stdout) == found, done.stderr[-2000:]

@@ -1,10 +1,9 @@
 """`PrivateClassifier`: scikit-learn's own checks, what a fit spends, and what it takes from the data."""
 
 import logging
+import os
 import pickle
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,12 +15,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
 import dpscale
 from dpscale.integrations.sklearn import PrivateClassifier
-
-from .test_distributed import environment
 
 X, y = make_blobs(120, centers=3, n_features=2, random_state=0)
 QUICK = {"epochs": 10, "random_state": 0}
@@ -153,29 +151,22 @@ def test_a_ledger_ends_a_search_that_would_spend_too_much(tmp_path):
     assert 1 < len(ledger.runs()) < 6 and 1 < ledger.spent().epsilon <= 2
 
 
-KILLED = """
-import os, signal, sys
-from sklearn.datasets import make_blobs
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from dpscale.integrations.sklearn import PrivateClassifier
+def dies_at_its_third_step(ledger):
+    steps = []
 
-steps = []
+    def end(*_):
+        steps.append(1)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def end(*_):
-    steps.append(1)
-    if len(steps) == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-register_optimizer_step_post_hook(end)
-PrivateClassifier(epsilon=1, ledger=sys.argv[1], epochs=10).fit(*make_blobs(120, centers=3, random_state=0))
-"""
+    register_optimizer_step_post_hook(end)
+    PrivateClassifier(epsilon=1, ledger=ledger, epochs=10).fit(X, y)
 
 
-def test_a_killed_fit_is_charged_and_the_next_adds_to_it(tmp_path):
+def test_a_killed_fit_is_charged_and_the_next_adds_to_it(tmp_path, nursery):
     ledger = dpscale.Ledger(tmp_path / "ledger", epsilon=20, delta=1e-4)
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "ledger")]
-    done = subprocess.run(command, env=environment(), capture_output=True, timeout=240, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    code, _, errors = nursery.run(f"{__name__}:dies_at_its_third_step", str(tmp_path / "ledger"))
+    assert code == -signal.SIGKILL, errors
     (lost,) = ledger.runs()
     assert 3 <= lost.charged <= 10
     before = ledger.spent().epsilon

@@ -4,8 +4,6 @@ import json
 import logging
 import math
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -26,15 +24,7 @@ from dpscale.integrations.model_losses import PerSampleLoss
 from dpscale.integrations.transformers import PrivateTrainer
 
 from . import trainers
-from .test_distributed import ROOT, environment
 from .trainers import BATCH, NO_DROPOUT, SAVING, SIZE, TINY_BERT, Texts, arguments, bert, collate, lora, trainer, vector
-
-
-def alone(folder, name, *launcher):
-    command = [sys.executable, *launcher, trainers.__file__, str(folder), name]
-    return subprocess.run(
-        command, env=environment(), cwd=ROOT, timeout=240, capture_output=True, text=True, check=False
-    )
 
 
 def records(folder):
@@ -290,9 +280,9 @@ def test_a_ledger_has_every_step(tmp_path):
 # -- Resuming, and several ranks ---------------------------------------------------------------------------------------
 
 
-def test_a_killed_run_is_resumed_with_fresh_noise_and_the_whole_epsilon(tmp_path):
-    done = alone(tmp_path, "killed")
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+def test_a_killed_run_is_resumed_with_fresh_noise_and_the_whole_epsilon(tmp_path, nursery):
+    code, _, errors = nursery.run("tests.trainers:train", str(tmp_path), "killed")
+    assert code == -signal.SIGKILL, errors[-2000:]
     folder = tmp_path / "run"
     assert [path.name for path in folder.iterdir()] == ["checkpoint-2"]
     (folder / "checkpoint-4").mkdir()  # as if it had been killed while it saved
@@ -321,9 +311,8 @@ def test_another_plan_does_not_resume(tmp_path):
         run.train(resume_from_checkpoint=True)
 
 
-def test_two_ranks_are_one(tmp_path):
-    done = alone(tmp_path, "ranks", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert done.returncode == 0, done.stderr[-4000:]
+def test_two_ranks_are_one(tmp_path, nursery):
+    nursery.ranks(2, "tests.trainers:train", str(tmp_path), "ranks")
     first, second = (torch.load(tmp_path / f"ranks-2-{rank}.pt") for rank in range(2))
     private = trainers.ranks(tmp_path)
     assert torch.equal(first["weights"], second["weights"])

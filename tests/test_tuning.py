@@ -1,11 +1,12 @@
 """Selection that is paid for: its cost, its number of tries, and that nothing but the best comes out."""
 
+import copy
 import dataclasses
 import json
 import math
+import os
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import dp_accounting
@@ -20,9 +21,7 @@ from dpscale.noise import Key
 from dpscale.selection import Selection
 from dpscale.tuning import Try
 
-from . import tuned_ranks
 from .helpers import data, loss_fn, mlp, plan, run, vector
-from .test_distributed import ROOT, environment
 
 ORDERS = np.concatenate([np.linspace(1.1, 10.9, 99), np.arange(11, 512)])
 LONG = plan(steps=40, noise_multiplier=2.0, delta=1e-5)
@@ -215,27 +214,22 @@ def test_a_search_is_paid_for_as_a_whole_before_its_first_try(tmp_path):
     assert verify(card) == [] and card["guarantee"]["epsilon"] == COST and card["composed"]["run"] == row.name
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, {tests!r})
-from tests.test_tuning import *
+def dies_in_its_second_try(folder, seed):
+    begun = []
 
-def killed(choice, plan):
-    with open({folder!r} + "/tries", "a") as file:
-        file.write("x")
-    if os.path.getsize({folder!r} + "/tries") == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return trained(choice, plan)
+    def killed(choice, plan):
+        begun.append(choice)
+        if len(begun) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trained(choice, plan)
 
-booked(Path({folder!r}), killed, seed={seed})[1]()
-"""
+    booked(Path(folder), killed, seed=seed)[1]()
 
 
-def test_a_search_that_was_killed_neither_gains_tries_nor_loses_its_cost(tmp_path, monkeypatch):
+def test_a_search_that_was_killed_neither_gains_tries_nor_loses_its_cost(tmp_path, monkeypatch, nursery):
     seed = next(k for k in range(99) if SEARCH.draw(Key(k).generator("tuning/number")) == 5)
-    code = KILLED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path), seed=seed)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == -9, done.stderr
+    code, _, errors = nursery.run(f"{__name__}:dies_in_its_second_try", str(tmp_path), seed)
+    assert code == -signal.SIGKILL, errors
     tries = []
     books, search = booked(tmp_path, lambda choice, plan: tries.append(choice) or trained(choice, plan), seed=seed)
     assert books.spent().epsilon == COST and books.runs()[0].stretches[0].state == "reserved"
@@ -296,13 +290,20 @@ def test_a_model_made_from_a_run_may_be_the_try():
     assert found.card().values["checks"]["times that the model was checked"] >= 1
 
 
-@pytest.mark.parametrize("change", ["tries", "shape", "score_noise", "epsilon", "noise"])
-def test_a_changed_card_of_a_search_fails(change):
+@pytest.fixture(scope="module")
+def card_of_a_search():
     found = dpscale.tune(trained, SPACE, lambda _: 0.0, plan=PLAN, selection=Selection(tries=3, score_noise=2.0))
     card = found.card().to_dict()
     assert verify(card) == [] and card["search"].startswith("Paid for")
+    return card
+
+
+@pytest.mark.parametrize("change", ["tries", "shape", "score_noise", "epsilon", "noise"])
+def test_a_changed_card_of_a_search_fails(change, card_of_a_search):
+    card = copy.deepcopy(card_of_a_search)
     where = {"epsilon": card["guarantee"], "noise": card["mechanism"]}.get(change, card["selection"])
-    values = {"tries": 30.0, "shape": "inf", "score_noise": 0.5, "epsilon": 0.5 * found.epsilon, "noise": 0.5}
+    half = 0.5 * card["guarantee"]["epsilon"]
+    values = {"tries": 30.0, "shape": "inf", "score_noise": 0.5, "epsilon": half, "noise": 0.5}
     where["noise_multiplier" if change == "noise" else change] = values[change]
     card["checksum"] = checksum(card)
     assert any("by dp-accounting" in problem or "not of these numbers" in problem for problem in verify(card))
@@ -368,19 +369,10 @@ def test_a_search_within_the_budget_of_a_preset(tmp_path):
     assert json.loads(run(*words).stdout) == found and books.spent().epsilon == found["epsilon"]  # it is over
 
 
-def test_a_search_that_was_killed_and_resumed_on_two_ranks_has_a_card(tmp_path):
+def test_a_search_that_was_killed_and_resumed_on_two_ranks_has_a_card(tmp_path, nursery):
     """One number of tries, one choice and one winner on both; booked once; and verify knows a changed card."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-    def launched(*words):
-        return subprocess.run(
-            [sys.executable, *words], env=environment(), cwd=ROOT, timeout=240, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-
-    assert launched(tuned_ranks.__file__, str(tmp_path), "dies").returncode == -9
-    done = launched(*ranks, tuned_ranks.__file__, str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert nursery.run("tests.tuned_ranks:dies", str(tmp_path))[0] == -signal.SIGKILL
+    nursery.ranks(2, "tests.tuned_ranks:resume", str(tmp_path))
     assert int((tmp_path / "tries").read_text()) == 5 - 2  # one was finished, one was spent
     card = json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))
     assert verify(card) == [] and card["guarantee"]["epsilon"] == pytest.approx(4.0, rel=1e-3)

@@ -1,11 +1,10 @@
 """Tiny models, texts and arguments for the tests of the integrations with Hugging Face.
 
-Run by torchrun or alone it trains: `python tests/trainers.py FOLDER RUN`. What came of it is saved in the folder.
+In processes of their own they are run by `train`, which saves what came of a run in a folder.
 """
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -28,10 +27,13 @@ from dpscale.integrations.accelerate import prepare
 from dpscale.integrations.transformers import PrivateTrainer
 
 SIZE, BATCH = 60, 12
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TINY_BERT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
              "intermediate_size": 16, "max_position_embeddings": 16}  # fmt: skip
+
+
+def world():
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Texts(Dataset):
@@ -78,7 +80,7 @@ def lora():
 
 def arguments(folder, **changes):
     settings = {
-        "output_dir": str(folder), "per_device_train_batch_size": BATCH // WORLD, "num_train_epochs": 1,
+        "output_dir": str(folder), "per_device_train_batch_size": BATCH // world(), "num_train_epochs": 1,
         "learning_rate": 0.01, "logging_steps": 2, "save_strategy": "no", "report_to": [], "use_cpu": True,
         "disable_tqdm": True,
     }  # fmt: skip
@@ -117,8 +119,8 @@ def killed(folder):
 
 def ranks(folder):
     """The same run on any number of ranks: the batch, and so per device half of it on two."""
-    changes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": BATCH // 2 // WORLD, **SAVING}
-    run = trainer(folder / f"lora-{WORLD}", tokens=True, changes=changes, seed=0)
+    changes = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": BATCH // 2 // world(), **SAVING}
+    run = trainer(folder / f"lora-{world()}", tokens=True, changes=changes, seed=0)
     run.train()
     return run.private
 
@@ -185,8 +187,7 @@ def both_orders(folder):
     return second
 
 
-if __name__ == "__main__":
-    folder, name = Path(sys.argv[1]), sys.argv[2]
-    private = globals()[name](folder)
+def train(folder, name):
+    private = globals()[name](Path(folder))
     came = {"weights": vector(private.model), "epsilon": private.epsilon(1e-3), "steps": private.steps_taken}
-    torch.save(came, folder / f"{name}-{WORLD}-{os.environ.get('RANK', '0')}.pt")
+    torch.save(came, Path(folder) / f"{name}-{world()}-{os.environ.get('RANK', '0')}.pt")

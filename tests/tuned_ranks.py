@@ -1,13 +1,11 @@
-"""A paid search that one process begins and is killed in, and several ranks resume.
+"""A paid search that one process begins and is killed in (`dies`), and several ranks resume (`resume`).
 
-`python tests/tuned_ranks.py FOLDER dies`, then `torchrun tests/tuned_ranks.py FOLDER`. It is booked in a ledger. The
-first rank writes the card of the best try into the folder.
+It is booked in a ledger. The first rank writes the card of the best try into the folder.
 """
 
 import dataclasses
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -15,10 +13,7 @@ from torch import distributed
 
 import dpscale
 
-try:
-    from .ranks import data, loss_fn, mlp
-except ImportError:  # run as a script, by torchrun
-    from ranks import data, loss_fn, mlp
+from .ranks import data, loss_fn, mlp
 
 SELECTION = dpscale.Selection(tries=5, score_noise=10.0)
 SPACE = {"rate": [0.1, 1.0], "s": [0.5, 0.9]}
@@ -53,10 +48,12 @@ def search(folder, seed, dies=False):
     return found, tries
 
 
-if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    if "dies" in sys.argv:
-        search(where, SEED, dies=True)
+def dies(folder):
+    search(Path(folder), SEED, dies=True)
+
+
+def resume(folder):
+    where = Path(folder)
     distributed.init_process_group("gloo")
     best, made = search(where, SEED)
     told = [None] * distributed.get_world_size()

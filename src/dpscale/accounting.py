@@ -19,13 +19,14 @@ themselves are in `privacy_curves`.
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 
 import dp_accounting
 import numpy as np
 from scipy import optimize
 
 from dpscale.checks import is_number, require, require_choice, require_positive, require_probability
-from dpscale.privacy_curves import Curve, Part, Renyi, curves, renyi_of
+from dpscale.privacy_curves import Part, Renyi, curves, renyi_of
 from dpscale.sampling import Accountant, Adjacency
 
 
@@ -50,7 +51,7 @@ def delta(
     ok = is_number(epsilon) and 0 <= epsilon < math.inf
     require(ok, "delta", "epsilon", "a finite number >= 0", epsilon, "It is the budget to be spent.")
     with np.errstate(all="ignore"):  # far tails overflow and underflow as they should
-        bounds = _curves(event, adjacency, accountant)
+        bounds = curves(_checked_parts(event, adjacency, accountant), pld=accountant == "pld")
         return min((min(max(curve.delta(epsilon), 0.0), 1.0) for curve in bounds), default=0.0)
 
 
@@ -127,14 +128,21 @@ def _require_target(owner: str, epsilon: float, delta: float) -> None:
 
 
 def _spent(event: dp_accounting.DpEvent, delta: float, adjacency: Adjacency, accountant: Accountant) -> float:
+    return _epsilon(_checked_parts(event, adjacency, accountant), delta, accountant == "pld")
+
+
+@lru_cache(maxsize=4096)  # the same plan is asked for again and again: by calibration, statements, cards and ledgers
+def _epsilon(parts: frozenset[tuple[Part, int]], delta: float, pld: bool) -> float:
     with np.errstate(all="ignore"):  # far tails overflow and underflow as they should
-        return min((curve.epsilon(delta) for curve in _curves(event, adjacency, accountant)), default=0.0)
+        return min((curve.epsilon(delta) for curve in curves(parts, pld=pld)), default=0.0)
 
 
-def _curves(event: dp_accounting.DpEvent, adjacency: Adjacency, accountant: Accountant) -> tuple[Curve, ...]:
+def _checked_parts(
+    event: dp_accounting.DpEvent, adjacency: Adjacency, accountant: Accountant
+) -> frozenset[tuple[Part, int]]:
     require_choice("epsilon", "accountant", accountant, Accountant, action="'pld' is the tighter one.")
     require_choice("epsilon", "adjacency", adjacency, Adjacency, action="Pass sampling.adjacency.")
-    return curves(frozenset(_parts(event, adjacency).items()), pld=accountant == "pld")
+    return frozenset(_parts(event, adjacency).items())
 
 
 def _parts(event: dp_accounting.DpEvent, adjacency: Adjacency, count: int = 1) -> Counter[Part]:

@@ -105,7 +105,7 @@ def encoder_layer(**options: Any) -> nn.Module:
 
 
 class ResNet9(nn.Module):
-    """As in the literature on private CIFAR, with GroupNorm and Mish, only thinner."""
+    """As in the literature on private CIFAR, with GroupNorm and Mish, only thinner, and with one residual block."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -115,17 +115,14 @@ class ResNet9(nn.Module):
             layers = [nn.Conv2d(i, o, 3, padding=1, bias=False), nn.GroupNorm(2, o), nn.Mish(inplace=True)]
             return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
 
-        self.prep, self.layer1, self.layer2 = block(3, w), block(w, 2 * w, True), block(2 * w, 2 * w, True)
+        self.prep, self.layer1 = block(3, w), block(w, 2 * w, True)
         self.res1 = nn.Sequential(block(2 * w, 2 * w), block(2 * w, 2 * w))
-        self.layer3 = nn.Sequential(nn.Conv2d(2 * w, 2 * w, 3, padding=1), nn.ReLU(inplace=True))
-        self.res2 = nn.Sequential(block(2 * w, 2 * w), block(2 * w, 2 * w))
+        self.layer2 = nn.Sequential(nn.Conv2d(2 * w, 2 * w, 3, padding=1), nn.ReLU(inplace=True))
         self.pool, self.head = nn.AdaptiveMaxPool2d(1), nn.Linear(2 * w, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer1(self.prep(x))
         x = self.layer2(x + self.res1(x))
-        x = self.layer3(x)
-        x = x + self.res2(x)
         return self.head(self.pool(x).flatten(1))
 
 
@@ -151,7 +148,7 @@ def gpt2(**options: Any) -> nn.Module:
 def llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    size = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    size = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
     return LlamaForCausalLM(LlamaConfig(**(size | heads | options)))
 
@@ -159,7 +156,7 @@ def llama(**options: Any) -> nn.Module:
 def bert(**options: Any) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    size = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    size = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
     rest = {"num_attention_heads": 2, "max_position_embeddings": 16}
     zero = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertForSequenceClassification(BertConfig(**(size | rest | zero | options)))
@@ -168,7 +165,7 @@ def bert(**options: Any) -> nn.Module:
 def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    size = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
     image = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
     zero = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return ViTForImageClassification(ViTConfig(**size, **image, **zero))
@@ -224,7 +221,7 @@ def parametrized(change: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
 
 
 FAMILIES: dict[str, Family] = {
-    "lstm": Family(lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True), floats(5, 3)),
+    "lstm": Family(lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True), floats(3, 3)),
     "gru": Family(lambda: recurrent(nn.GRU, time_first=True, last=True, bidirectional=True), floats(5, 3)),
     "rnn": Family(lambda: recurrent(nn.RNN, bias=False, nonlinearity="relu"), floats(5, 3)),
     "cells": Family(lambda: Of(cells, gru=nn.GRUCell(3, 4), lstm=nn.LSTMCell(4, 2)), floats(4, 3)),
@@ -234,7 +231,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "encoder": Family(lambda: nn.TransformerEncoder(encoder_layer(), 2), floats(5, 4)),
     "encoder-in-eval-mode": Family(
-        lambda: Of(masked_encoder, net=nn.TransformerEncoder(encoder_layer(dropout=0.3), 2)),
+        lambda: Of(masked_encoder, net=nn.TransformerEncoder(encoder_layer(dropout=0.3), 1)),
         floats(5, 4),
         loss_fn,
         True,
