@@ -224,6 +224,7 @@ LOOPS: dict[str, Callable[[Setting], Loop]] = {
     "plain compiled": plain(True),  # the base of every ratio comes first
     "plain": plain(False),
     "step": ours(),
+    "step eager": ours(compile=False),
     "step compiled": ours(compile=True),
     "step in 4 parts": ours(compile=True, parts=4),
     "backward": ours("backward"),

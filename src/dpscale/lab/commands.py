@@ -114,7 +114,7 @@ def _train_own(
     with terminal.run_bar("training", quiet=as_json) as bar:
         found = own.train(
             str(data), target, model, test, out, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, rate=rate,
-            seed=seed, ledger=ledger, on_progress=bar,
+            seed=seed, ledger=ledger, noise=noise, on_progress=bar,
         )  # fmt: skip
     told = f"epsilon {found['epsilon']:.3f} at delta {delta:g}"
     told += f", test accuracy {found['test_accuracy']:.1%}" if test else ""

@@ -60,11 +60,12 @@ _EACH_TIME = (
     "buffer, or hand it over with the batch."
 )
 
-_BACKWARD = (
-    "Samples are coupled in the backward: the gradient of one sample depends on another, though no loss does. A hook "
-    "on a tensor or a module, or the backward of a custom autograd function, computes with the whole batch. Let it "
-    "treat each sample apart, or leave it out."
+_HIDDEN = (
+    "Samples are coupled {}: the gradient of one sample depends on another, though no loss does. {}, or the backward of "
+    "a custom autograd function, computes with the whole batch. Let it treat each sample apart, or leave it out."
 )
+
+_BACKWARD = _HIDDEN.format("in the backward", "A hook on a tensor or a module")
 
 _COUPLED = (
     "Samples are coupled at {}: what one sample holds reaches another. A per-sample gradient, and so a bound on one "
@@ -307,12 +308,15 @@ class Look:
             if any(key in theirs and theirs[key].shape != g.shape for key, g in arrived[i].items()):
                 raise Obstacle("shapes depend on the values in the batch")
             alike = base.device.type == "cpu" and [op.outputs for op in base.ran] == [op.outputs for op in probe.ran]
-            for leaves in (True, False):
+            for leaves in (False, True):
                 one, other = (
-                    {k: g for k, g in each.items() if (k[0] == "leaf") is leaves} for each in (arrived[i], theirs)
+                    {k: g for k, g in all.items() if (k[0] == "leaf") is leaves} for all in (arrived[i], theirs)
                 )
-                if apart(one, other, 1e-4 if alike else probe.eps**0.5) is not None:
+                if apart(one, other, 1e-4 if alike else probe.eps**0.5) is None:
+                    continue
+                if leaves:  # nothing but what parameters meet is another
                     self._refuse_gradient(self._rows, data, i)
+                raise UnsupportedModel(_BACKWARD)
 
     def _among_nothing(self, base: Any, ours: Tensor, left: Any) -> None:
         """Each row with empty ones around it."""
@@ -472,7 +476,8 @@ class Look:
     def _refuse_gradient(self, ours: Any, theirs: Any, i: int) -> None:
         """Say where samples meet, though no loss shows it: before a layer of zeros, or in the backward alone."""
         where = self._where(ours, theirs, i)
-        raise UnsupportedModel(_BACKWARD if where == _NOWHERE else _COUPLED.format(where))
+        cause = "What comes before a layer of zeros, which hides it from the losses, or a hook"
+        raise UnsupportedModel(_BACKWARD if where == _NOWHERE else _HIDDEN.format(f"at {where}", cause))
 
     def _where(self, ours: Any, theirs: Any, i: int) -> str:
         """The first operation at which the kept row becomes another one."""
