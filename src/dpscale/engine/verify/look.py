@@ -61,8 +61,8 @@ _EACH_TIME = (
 )
 
 _HIDDEN = (
-    "Samples are coupled {}: the gradient of one sample depends on another, though no loss does. {}, or the backward of "
-    "a custom autograd function, computes with the whole batch. Let it treat each sample apart, or leave it out."
+    "Samples are coupled {}: the gradient of one sample depends on another, though no loss does. {}, or the backward "
+    "of a custom autograd function, computes with the whole batch. Let it treat each sample apart, or leave it out."
 )
 
 _BACKWARD = _HIDDEN.format("in the backward", "A hook on a tensor or a module")
