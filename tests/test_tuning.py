@@ -187,6 +187,21 @@ def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
         dpscale.tune(trained, {"rate": [1.0], "s": [1.0]}, lambda _: 0.0, plan=PLAN, folder=tmp_path)
 
 
+def test_two_searches_do_not_share_a_folder(tmp_path):
+    """Both would read how many tries are left, and make them."""
+
+    def searched(train):
+        return dpscale.tune(train, SPACE, lambda _: 0.0, plan=PLAN, selection=Selection(tries=1), folder=tmp_path)
+
+    def another_begins(choice, plan):
+        with pytest.raises(RuntimeError, match="Another search goes on in"):
+            searched(trained)
+        return trained(choice, plan)
+
+    assert searched(another_begins).score == 0.0
+    assert searched(trained).score == 0.0  # the folder is free again
+
+
 SEARCH = Selection(tries=4, score_noise=20.0)
 COST = SEARCH.epsilon(PLAN, 1e-4)
 

@@ -9,6 +9,7 @@ part of it would otherwise have had a try for nothing.
 
 import logging
 import math
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from dpscale.card import Booked, Card
 from dpscale.card import make as make_card
 from dpscale.checks import require
 from dpscale.distributed import Ranks
+from dpscale.files import HAS_LOCKS, try_lock
 from dpscale.ledger import Ledger, now
 from dpscale.noise import Key
 from dpscale.plan import Plan
@@ -134,8 +136,8 @@ def tune(
     log.info("dpscale: the selection costs epsilon = %.4g at delta %g, %.3g tries on average.",
              selection.epsilon(plan, delta), delta, selection.tries)  # fmt: skip
     search = _Search(selection, plan, space, None if folder is None else Path(folder) / FILE, seed)
-    search.begin(ledger, run)
     try:
+        search.begin(ledger, run)
         while search.next_try():
             search.take(train, score)
             on_try(search.state["begun"])
@@ -157,6 +159,7 @@ class _Search:
         self.ranks = Ranks(nn.Module())
         self.booking: Booking | None = None
         self.state: dict[str, Any] = {}
+        self._lock: int | None = None
 
     @property
     def _terms(self) -> str:
@@ -167,6 +170,7 @@ class _Search:
         key = self.ranks.key(self.seed)
         with self.ranks.together("tune", lambda: {"terms": self._terms, "ledger": ledger is not None}):
             if self.ranks.rank == 0:
+                self._take_folder()
                 known = self._read()
                 self.state = known or self._drawn(key)
                 if ledger is not None:
@@ -175,6 +179,15 @@ class _Search:
                     raise ValueError(f"This search is booked in a ledger as run {name!r}. Pass that ledger to tune().")
                 self._write()
         self.state = self.ranks.told(self.state)
+
+    def _take_folder(self) -> None:
+        """Two that go on in one folder would make more tries than were drawn."""
+        if self.file is None or not HAS_LOCKS:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = try_lock(self.file.with_name(".lock"))
+        if self._lock is None:
+            raise RuntimeError(f"Another search goes on in {self.file.parent}. Wait for it, or take another folder.")
 
     def _drawn(self, key: Key) -> dict[str, Any]:
         number = self.selection.draw(key.generator("tuning/number"))
@@ -259,9 +272,11 @@ class _Search:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Give back the run in the ledger; what is reserved stays charged."""
+        """Give back folder, and run in the ledger; what is reserved stays charged."""
         if self.booking is not None:
             self.booking.close()
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 def _require_as_planned(ran: Plan, plan: Plan) -> None:
