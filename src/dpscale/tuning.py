@@ -211,7 +211,6 @@ class _Search:
         require(known in (None, name), "tune", "run", f"{known!r}, as in its folder", run)
         self.booking = booking.open_run(ledger, name, self.plan, self.selection)
         if new and self.booking.begun:
-            self.close()
             raise ValueError(
                 f"The search {name!r} was begun before, and its folder has nothing of it. How many tries it has was "
                 "drawn once, and must not be drawn again. Bring back its folder, or give a new search another name."
@@ -277,6 +276,7 @@ class _Search:
             self.booking.close()
         if self._lock is not None:
             os.close(self._lock)
+            self._lock = None
 
 
 def _require_as_planned(ran: Plan, plan: Plan) -> None:

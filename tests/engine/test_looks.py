@@ -290,6 +290,15 @@ def test_what_a_forward_writes_into_its_own_buffers_calls_for_no_check():
     assert engine.checks()["times that the model was checked"] <= 6
 
 
+def test_a_tensor_that_gave_its_memory_back_is_left_alone():
+    """As `fully_shard` holds what it has gathered: to read it would end the process."""
+    model = Net()
+    model.gathered = torch.ones(4)
+    model.gathered.untyped_storage().resize_(0)
+    Engine(model).scaled_sum(loss_fn, batch(0), RULE)
+    assert model.gathered.untyped_storage().nbytes() == 0
+
+
 def feeds_attribute(model, x):
     model.seen = float(x.sum())
 

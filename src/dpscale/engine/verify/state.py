@@ -370,8 +370,11 @@ def _own(defined: Any) -> bool:
 
 
 def _has_values(t: Tensor) -> bool:
-    """Whether they can be compared, and written back. To compare distributed ones would need the other ranks."""
-    return t.layout is torch.strided and not (t.is_meta or t.is_inference() or is_sharded(t))
+    """Whether they can be compared, and written back. To compare distributed ones would need the other ranks; what
+    `fully_shard` has gathered and given back has no memory."""
+    if t.layout is not torch.strided or t.is_meta or t.is_inference() or is_sharded(t):
+        return False
+    return not t.numel() or t.untyped_storage().nbytes() > 0
 
 
 def _require_whole(path: str, module: nn.Module) -> None:
