@@ -176,10 +176,8 @@ class Engine:
 
         subject = Subject(model, parameters, run, loss_fn)
         looks = self._schedule.looks
-        with (
-            self.writes.own(found),
-            nullcontext() if looks else cold_start(),
-        ):  # one line in the log for all that comes before a first sum
+        # Of a first sum, one line in the log for all that comes before it.
+        with self.writes.own(found), nullcontext() if looks else cold_start():
             compiled = self._compiled if self.compiles and change is None else None
             shares = compiled is None and points is None
             kind, setting, evaluated = self.trust(subject, found, batch, mask, rows, singles, rest, shares=shares)
