@@ -95,6 +95,22 @@ def test_dropped_samples_are_exact_zeros(kind):
     check()
 
 
+@every_kind
+def test_some_samples_are_taken_out_of_a_form(kind):
+    @settings(max_examples=20)
+    @given(several=forms(kind))
+    def check(several):
+        rows = torch.tensor([2, 0])
+        for form in [*several, total(several), Stack(tuple(several), 0)]:
+            poisoned = form.map(poison).take(rows)  # of the one left out nothing stays
+            torch.testing.assert_close(poisoned.per_sample(), form.per_sample()[rows])
+            weights = torch.tensor([0.5, 2.0], dtype=torch.float64)
+            whole = torch.tensor([2.0, 0.0, 0.5], dtype=torch.float64)
+            torch.testing.assert_close(poisoned.weighted(weights), form.weighted(whole))
+
+    check()
+
+
 def test_an_infinite_weight_in_a_bag_is_dropped_with_its_sample():
     scale = torch.tensor([1.0, torch.inf])
     form = Scattered(torch.ones(2, 1, 3), torch.tensor([0, 1]), scale, torch.tensor([0, 0]), 4, torch.Size((4, 3)))

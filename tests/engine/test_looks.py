@@ -259,6 +259,71 @@ def test_mixing_behind_a_layer_of_zeros_is_refused(name, when, new):
     assert model is engine.model
 
 
+PLACES = torch.linspace(-2, 2, 64).view(64, 1, 1)
+
+BY_PLACE = {
+    "place": lambda h, x: h + PLACES[: len(x)], "number": lambda h, x: h * len(x), "from the end": lambda h, x:
+    h + PLACES[-len(x):],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", BY_PLACE)
+@pytest.mark.parametrize(
+    ("when", "new"),
+    [
+        (lambda x: True, None),
+        (lambda x: len(x) > 5, None),
+        (lambda x: x.shape[1] > 5, {"length": 9}),
+        (lambda x: len(x) > 20, {"rows": 30}),
+    ],
+    ids=["at once", "in large batches", "long", "many"],
+)
+def test_what_goes_by_place_or_number_behind_a_layer_of_zeros_is_refused(name, when, new, dropout):
+    engine = Engine(model := behind_zeros(BY_PLACE[name], when, dropout))
+    with pytest.raises(dpscale.UnsupportedModel, match="The gradient of a sample is another"):
+        if new is not None:
+            for seed in range(2):
+                engine.scaled_sum(loss_fn, batch(seed), RULE)
+        engine.scaled_sum(loss_fn, batch(2, **(new or {})), RULE)
+    assert model is engine.model
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_mixing_behind_zeros_in_large_batches_of_a_model_that_draws_is_refused(name):
+    def noisy(h, x):
+        h = h + 0.1 * torch.randn_like(h)
+        return BEHIND[name](h, x) if len(x) > 5 else h
+
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
+        Engine(model := behind_zeros(noisy, lambda x: True)).scaled_sum(loss_fn, batch(0), RULE)
+    assert model.training
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("draws", [0.0, 0.1])
+def test_mixing_through_an_extreme_row_of_large_batches_alone_is_refused_at_first(draws, seed):
+    """The extreme row is one of those that stay when the others are replaced."""
+
+    def by_the_largest(h, x):
+        h = h + draws * torch.randn_like(h) if draws else h
+        return h * x.amax() if len(x) > 5 else h
+
+    data = batch(seed, rows=30)
+    data[0][7 * seed] *= 3.0
+    with pytest.raises(dpscale.UnsupportedModel):
+        Engine(model := behind_zeros(by_the_largest, lambda x: True)).scaled_sum(loss_fn, data, RULE)
+    assert model.training
+
+
+def test_units_that_rounding_switches_are_no_reason_to_refuse(monkeypatch):
+    """Their gradients differ among fewer rows by more than rounding: so they do for inputs that are off by rounding."""
+    monkeypatch.setattr("dpscale.engine.verify.look.reshaped", lambda eps: 1e-12)
+    engine = Engine(model := Net(lambda h, x: torch.relu(h - h.detach()), lambda x: True))
+    engine.scaled_sum(loss_fn, batch(0), RULE)
+    assert model is engine.model
+
+
 def test_a_layer_of_zeros_is_no_reason_for_a_second_look(taken):
     engine = Engine(model := behind_zeros(lambda h, x: h + x.sum(2, keepdim=True), lambda x: True, dropout=0.3))
     for seed, length in enumerate((5, 9, 5, 9)):

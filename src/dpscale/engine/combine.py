@@ -105,9 +105,9 @@ def backward(
     return [[next(rest) for _ in tape.edges] for tape in tapes]
 
 
-def gradients(tapes: Sequence[Tape], grads: Sequence[Sequence[Tensor | None]]) -> Forms:
+def gradients(tapes: Sequence[Tape], grads: Sequence[Sequence[Tensor | None]], rows: Tensor | None = None) -> Forms:
     """The per-sample gradients of each parameter, over all operations and all tapes (points), from the gradients at the
-    edges of each tape."""
+    edges of each tape; of some rows alone, if they are given."""
     uses: dict[str, list[Form]] = {}
     for tape, arrived in zip(tapes, grads, strict=True):
         through: dict[str, list[Form]] = {}
@@ -116,6 +116,7 @@ def gradients(tapes: Sequence[Tape], grads: Sequence[Sequence[Tensor | None]]) -
             outputs = {k: g for k, g in zip(op.edges, gradient, strict=False) if g is not None}
             if outputs:
                 for key, form in _forms(op, outputs, tape.samples, tape.derived):
+                    form = form if rows is None else form.take(rows)
                     (through if key in tape.derived else uses).setdefault(key, []).append(form)
         for name, form in _carried_back(tape, through):
             uses.setdefault(name, []).append(form)

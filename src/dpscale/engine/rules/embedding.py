@@ -147,6 +147,15 @@ class Scattered(Form):
         g = change(self.g_BKD)
         return replace(self, g_BKD=g, scale_N=self.scale_N.to(g.dtype))
 
+    def take(self, rows: Tensor) -> "Scattered":
+        """Of these samples, and of the positions that are theirs."""
+        place_B = torch.full((len(self.g_BKD),), -1, device=self.g_BKD.device)
+        place_B[rows] = torch.arange(len(rows), device=place_B.device)
+        bags, place_N = max(1, self.g_BKD.shape[1]), place_B[self._samples()]
+        source_N, own = place_N * bags + self.source_N % bags, place_N >= 0
+        return replace(self, g_BKD=self.g_BKD[rows], source_N=source_N[own], scale_N=self.scale_N[own],
+                       index_N=self.index_N[own])  # fmt: skip
+
     def join(self, other: Form) -> "Scattered | None":
         """One list of positions after the other."""
         if not isinstance(other, Scattered) or (self.table, self.shape) != (other.table, other.shape):

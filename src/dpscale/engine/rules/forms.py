@@ -54,12 +54,22 @@ class Form(ABC):
     def map(self, change: Change) -> Self:
         """The same form with ``change`` applied to its batched operands: the tensors of numbers that it holds."""
 
+        def changed(t: Tensor) -> Tensor:
+            return change(t) if t.is_floating_point() or t.is_complex() else t
+
+        return self._over_operands(changed, lambda form: form.map(change))
+
+    def take(self, rows: Tensor) -> Self:
+        """The gradients of these samples alone."""
+        return self._over_operands(lambda t: t[rows], lambda form: form.take(rows))
+
+    def _over_operands(self, change: Change, inside: "Callable[[Form], Form]") -> Self:
         def changed(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return change(value) if value.is_floating_point() or value.is_complex() else value
+                return change(value)
             if type(value) is tuple:
                 return tuple(map(changed, value))
-            return value.map(change) if isinstance(value, Form) else value
+            return inside(value) if isinstance(value, Form) else value
 
         return replace(self, **{f.name: changed(getattr(self, f.name)) for f in fields(self)})
 

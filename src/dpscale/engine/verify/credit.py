@@ -5,7 +5,8 @@ so what arrives in a sample's rows is its weight times what arrives without weig
 another sample, or to several, and a backward that computes with the whole batch (clips by its norm) are off.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from dpscale.engine.combine import exactly, gradients
-from dpscale.engine.rules.forms import drop
 from dpscale.engine.tape.tape import Shared, Tape
-from dpscale.engine.verify.values import Gradient, apart
+from dpscale.engine.verify.values import Gradient
 
 Place = tuple[GradientEdge, Callable[[Tensor], Tensor]]
 """Where a gradient arrives, and what puts its samples first."""
@@ -63,25 +63,34 @@ def arrived(losses: Tensor, places: Sequence[Place]) -> Sequence[Tensor | None]:
     return _grad(losses, [edge for edge, _ in places], torch.ones_like(losses)) if places else ()
 
 
-def credited(tape: Tape, grads: Sequence[Tensor | None], rows: Sequence[int]) -> Gradient:
-    """The gradients that a taped run credits to these rows, added up, each with a weight of its own; nothing of others,
-    finite or not."""
-    weights = torch.zeros(tape.samples, device=tape.device)
-    weights[list(rows)] = 1 + torch.arange(len(rows), device=tape.device) / 8
-    with exactly(tape.device):
-        forms = gradients([tape], [grads])
-        return {name: form.map(drop(weights > 0)).weighted(weights) for name, form in forms.items()}
-
-
-def credited_alike(ours: TapedRun, theirs: TapedRun, rows: Sequence[int]) -> bool:
-    """Whether two runs credit the same to these rows, to rounding.
+def credited(run: TapedRun, weights: Mapping[int, float]) -> Gradient:
+    """The gradients that a taped run credits to some rows, added up, each with a weight of its own.
 
     What arrives at an operation may be the same where what it multiplies is not: a layer of zeros sends nothing back,
     and its own gradient is made of its input.
     """
-    mine, other = (credited(run.tape, run.grads, rows) for run in (ours, theirs))
-    coarse = max((_rounding(g) for g in ours.grads if g is not None), default=_OFF)
-    return apart(mine, other, coarse / 10) is None
+    device = run.tape.device
+    with exactly(device):
+        forms = gradients([run.tape], [run.grads], torch.tensor(list(weights), device=device))
+        each = torch.tensor(list(weights.values()), device=device)
+        return {name: form.weighted(each) for name, form in forms.items()}
+
+
+def levels(sizes: Sequence[float]) -> list[float]:
+    """Weights for gradients of these norms, so that none is too small to be seen beside the others in their sum; 0 for
+    one that is not finite."""
+    least = max(filter(math.isfinite, sizes), default=0.0) / 1000 or 1.0
+    return [1 / max(size, least) if math.isfinite(size) else 0.0 for size in sizes]
+
+
+def by_row(rows: Sequence[int], weights: Sequence[float]) -> dict[int, float]:
+    """Added up for a row that is there twice."""
+    return {row: sum(w for other, w in zip(rows, weights, strict=True) if other == row) for row in rows}
+
+
+def coarseness(run: TapedRun) -> float:
+    """By how much of itself what a run credits may be off in another run of the same shapes."""
+    return max((_rounding(g) for g in run.grads if g is not None), default=_OFF) / 10
 
 
 def _rounding(g: Tensor) -> float:

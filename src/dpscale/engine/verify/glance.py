@@ -14,15 +14,24 @@ from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import Shared, Site, Sites, Tape, shapes_of, unrecorded
-from dpscale.engine.verify.credit import TapedRun, arrived, credited_alike, insides, misplaced
+from dpscale.engine.verify.credit import (
+    TapedRun,
+    arrived,
+    by_row,
+    coarseness,
+    credited,
+    insides,
+    levels,
+    misplaced,
+)
 from dpscale.engine.verify.look import Subject
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
-from dpscale.engine.verify.probe import Undropped
+from dpscale.engine.verify.probe import Undropped, UndroppedTape
 from dpscale.engine.verify.randomness import own_randomness
 from dpscale.engine.verify.rows import copied, count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
-from dpscale.engine.verify.values import close, near, same
+from dpscale.engine.verify.values import Gradient, added, apart, close, gradient, near, reshaped, same, size
 
 
 class Glance:
@@ -75,13 +84,63 @@ class Glance:
             self._surroundings.require_parameters_kept(self._surroundings.restore(thorough=True))
 
     def _as_expected(self, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
-        few = self._few_apart(self._sites)
-        whole = None if few is None else self._whole_apart() if self._sites is None else self._credited(self._sites)
-        if few is None or whole is None:
-            return False
-        if not self._draws and not all(self._near(whole[i], one, few) for i, one in zip(self._kept, few, strict=True)):
-            return False  # rows have other losses than they have among few
-        return not singles or self._collated(whole, singles, rest)
+        rows = take(self._batch, self._kept)
+        whole = self._unfollowed(rows) if self._sites is None else self._followed(self._sites, rows)
+        return whole is not None and (not singles or self._collated(whole, singles, rest))
+
+    def _unfollowed(self, rows: Any) -> Tensor | None:
+        """The losses of the whole batch, if they are each sample's own: so are the gradients, one sample at a time."""
+        few, (losses, left) = self._few_apart(rows, range(ROWS)), self._run(self._batch)
+        if few is None or not self._stays((losses, left), self._copies(), self._kept[-1]):
+            return None
+        if not self._draws:
+            near = [self._near(losses[i], few[k], few) for k, i in enumerate(self._kept)]
+            if not all(near) or not self._near(few[ROWS // 2], self._alone(rows)[0], few):
+                return None
+        return losses
+
+    def _followed(self, sites: Sites, rows: Any) -> Tensor | None:
+        """The losses of the whole batch, if they and what is credited to a row are those of that row alone: the rarest
+        of few has the same among empty ones, one that is like most has the same among copies of itself in the whole
+        batch, dropout included; and all of these have there what they have among few, and alone."""
+        middle, last = ROWS // 2, self._kept[-1]
+        # Taped runs are compared with taped ones: operations may round in another way there.
+        few = self._taped(sites, rows)
+        if not self._agree(few, self._taped(sites, replaced(rows, neutral(rows), [middle])), middle):
+            return None
+        if self._few_apart(rows, [i for i in range(ROWS) if i != middle]) is None:
+            return None
+        if self._own is None:
+            whole = self._taped(sites, self._batch, dropped=True, weighted=True)
+        else:
+            whole = self._own(sites, self._surroundings, self._seed, [])
+        if not self._agree(whole, self._taped(sites, self._copies(), dropped=True), last):
+            return None
+        if self._drops:
+            whole = self._taped(sites, self._batch)
+        if few is None or whole is None or not (self._draws or self._as_among_few(few, whole, rows)):
+            return None
+        return whole.losses
+
+    def _as_among_few(self, few: TapedRun, whole: TapedRun, rows: Any) -> bool:
+        """Whether our rows have the losses and gradients that they have among few, and the one in the middle alone."""
+        each, middle = [credited(few, {k: 1.0}) for k in range(ROWS)], ROWS // 2
+        level = levels([size(one) for one in each])
+        loss, alone = self._alone(rows)
+        return (
+            all(self._near(whole.losses[i], few.losses[k], few.losses) for k, i in enumerate(self._kept))
+            and self._near(few.losses[middle], loss, few.losses)
+            and apart(alone, each[middle], reshaped(self._eps)) is None
+            and apart(credited(whole, by_row(self._kept, level)), added(each, level), reshaped(self._eps)) is None
+        )
+
+    def _alone(self, rows: Any) -> tuple[Tensor, Gradient]:
+        """The loss of the row in the middle alone, and what it sends to the parameters."""
+        with own_randomness(self._seed), torch.enable_grad(), self._undropped():
+            losses = self._subject.run(take(rows, [ROWS // 2]))
+            sent = gradient(losses, [1.0], self._subject.parameters)
+        self._surroundings.left_behind()
+        return losses[0].detach(), sent
 
     def _run(self, data: Any) -> tuple[Tensor, Any]:
         """Losses without dropout, and what is left behind."""
@@ -100,30 +159,16 @@ class Glance:
         self._surroundings.compare(ours[1], left)
         return True
 
-    def _few_apart(self, sites: Sites | None) -> Tensor | None:
-        """The losses of a few rows, if each has the same among empty ones, and the one in the middle, the rarest, among
-        copies of itself and alone; what is credited to that one is the same, too."""
-        rows, middle = take(self._batch, self._kept), ROWS // 2
-        company = [(replaced(rows, neutral(rows), [i]), i) for i in range(ROWS)]
+    def _few_apart(self, rows: Any, among: Sequence[int]) -> Tensor | None:
+        """The losses of a few rows, if some have the same among empty ones, and the one in the middle, the rarest,
+        among copies of itself."""
+        middle = ROWS // 2
+        company = [(take(rows, [middle] * ROWS), middle), *((replaced(rows, neutral(rows), [i]), i) for i in among)]
         ours = self._run(rows)
-        if sites is not None:  # taped runs are compared with taped ones: operations may round in another way there
-            data, i = company.pop(middle)
-            if not self._agree(self._taped(sites, rows), self._taped(sites, data), i):
-                return None
-        if not all(self._stays(ours, data, i) for data, i in [(take(rows, [middle] * ROWS), middle), *company]):
-            return None
-        if not self._draws and not self._near(ours[0][middle], self._run(take(rows, [middle]))[0][0], ours[0]):
-            return None
-        return ours[0]
+        return ours[0] if all(self._stays(ours, data, i) for data, i in company) else None
 
-    def _whole_apart(self) -> Tensor | None:
-        """The losses of the whole batch, if one that is like most has the same among copies of itself."""
-        last = self._kept[-1]
-        ours = self._run(self._batch)
-        return ours[0] if self._stays(ours, self._copies(last), last) else None
-
-    def _copies(self, i: int) -> Any:
-        return take(self._batch, [i] * count_of(self._batch))
+    def _copies(self) -> Any:
+        return take(self._batch, [self._kept[-1]] * count_of(self._batch))
 
     def _near(self, a: Tensor, b: Tensor, scale: Tensor) -> bool:
         return near(a, b, scale, self._eps)
@@ -133,44 +178,32 @@ class Glance:
         own = [self._run(single)[0][0] for single in singles.values()]
         return all(any(close(loss, one, losses, self._eps) for loss in losses) for one in own)
 
-    def _credited(self, sites: Sites) -> Tensor | None:
-        """The losses of the whole batch without dropout, if with it one row that is like most has the same among copies
-        of itself, and what arrives in a row is of its own loss alone: weighted, and in other company."""
-        last = self._kept[-1]
-        if self._own is None:
-            ours = self._taped(sites, self._batch, weighted=True)
-        else:
-            ours = self._own(sites, self._surroundings, self._seed, [])
-        if ours is None:
-            return None
-        if not self._agree(ours, self._taped(sites, self._copies(last), self._own), last):
-            return None
-        return self._run(self._batch)[0] if self._drops else ours.losses
-
     def _agree(self, ours: TapedRun | None, theirs: TapedRun | None, i: int) -> bool:
         """Whether row i, what is credited to it and the state are the same in both runs; and what parameters alone
         meet."""
         if ours is None or theirs is None or ours.astray or not same(ours.losses[i], theirs.losses[i]):
             return False
-        if not credited_alike(ours, theirs, [i]) or not _same_constants(ours.shared, theirs.shared):
+        if apart(credited(ours, {i: 1.0}), credited(theirs, {i: 1.0}), coarseness(ours)) is not None:
+            return False
+        if not _same_constants(ours.shared, theirs.shared):
             return False
         self._learned += ours.shared
         self._surroundings.compare(ours.left, theirs.left)
         return True
 
-    def _taped(
-        self, sites: Sites, data: Any, beside: OwnRun | None = None, *, weighted: bool = False
-    ) -> TapedRun | None:
-        """A taped run, with the random numbers of that beside it; None if gradients go past the tape."""
+    def _taped(self, sites: Sites, data: Any, *, dropped: bool = False, weighted: bool = False) -> TapedRun | None:
+        """A taped run; with dropout, at the random numbers of the step's own. None if gradients go past the tape."""
         shared: list[Shared] = []
-        with own_randomness(self._seed if beside is None else beside.before), torch.enable_grad():
-            with Tape(self._subject.parameters, None, sites, count_of(data), lenient=True, shared=shared) as tape:
+        tape = Tape if dropped or not self._drops else UndroppedTape
+        start = self._seed if self._own is None or not dropped else self._own.before
+        with own_randomness(start), torch.enable_grad():
+            with tape(self._subject.parameters, None, sites, count_of(data), lenient=True, shared=shared) as mode:
                 losses = self._subject.run(copied(data))
-            places = insides(tape) if not tape.lost and losses.requires_grad else []
+            places = insides(mode) if not mode.lost and losses.requires_grad else []
             grads = arrived(losses, places)
             astray = weighted and misplaced(losses, places, self._seed, grads, keep=False) is not None
         left = self._surroundings.left_behind()
-        return TapedRun(tape, losses.detach(), grads, astray, left, shared) if places else None
+        return TapedRun(mode, losses.detach(), grads, astray, left, shared) if places else None
 
 
 def _same_constants(ours: list[Shared], theirs: list[Shared]) -> bool:

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from dpscale.engine.combine import gradients
-from dpscale.engine.compat import has_hooks, tree_map
+from dpscale.engine.compat import has_hooks, reparametrized, tree_map
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import OpName, Site, Sites, Tape
-from dpscale.engine.verify.credit import TapedRun, arrived, credited_alike, insides, misplaced
+from dpscale.engine.verify.credit import TapedRun, arrived, by_row, coarseness, credited, insides, levels, misplaced
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS, Obstacle, keeps, places
-from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped
+from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped, UndroppedTape
 from dpscale.engine.verify.randomness import host_states, own_randomness
 from dpscale.engine.verify.rows import Features, companies, copied, count_of, neutral, replaced, take
 from dpscale.engine.verify.state import Surroundings
@@ -39,9 +39,11 @@ from dpscale.engine.verify.values import (
     apart,
     changed,
     close,
+    distance,
     gradient,
     near,
     relative,
+    reshaped,
     rounding,
     same,
     size,
@@ -76,6 +78,12 @@ _COUPLED = (
 
 _NOWHERE, _SOMEWHERE = "the loss", "an operation that some batches alone run"
 """Where samples meet, if no operation of the forward shows it; and if there are others in other company."""
+
+_PLACE = (
+    "The gradient of a sample is another {} than among {}, though its loss is the same. What comes before a layer of "
+    "zeros, which hides it from the losses, depends on the other rows, on how many there are, or on a row's place "
+    "among them. Let it treat each sample apart, as it would treat it alone."
+)
 
 _ASTRAY = "what arrives in a row is not of that row's loss alone: rows change places, or meet"
 
@@ -118,13 +126,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A run of the whole batch: as which others are run, what it gave if it can be compared with those, where its
-    random numbers began, and whether gradients arrived in rows that they are not of."""
+    """What a run of the whole batch gave.
 
-    mode: Callable[[], Any]
-    run: TapedRun | None = None
-    start: list[Any] | None = None
+    Attributes:
+        losses: (B,).
+        left: what it left behind.
+        credit: what it credits to each of some mixtures of rows; none where that cannot be told.
+        rounding: by how much of itself that may be off in another such run.
+        astray: whether gradients arrived in rows that they are not of.
+        start: where its random numbers began, if not at the seed.
+    """
+
+    losses: Tensor
+    left: Any
+    credit: Sequence[Gradient] = ()
+    rounding: float = 0.0
     astray: bool = False
+    start: list[Any] | None = None
 
 
 class Look:
@@ -182,7 +200,7 @@ class Look:
         losses = self._run(base, self._rows)
         self._drops, self._eps = base.drops, base.eps
         # Backwards come before the state is put back: hooks may read what this forward has left.
-        arrived = [self._arrived(base, losses, i) for i in range(ROWS)]
+        sent = [self._sent(base, losses, i) for i in range(ROWS)]
         plain = [self._plain(base, losses, weights) for weights in (_MIDDLE, _MIXED)]
         left = self._surroundings.left_behind()
         if not losses.requires_grad:
@@ -192,7 +210,7 @@ class Look:
             )
         others = [self._in_other_company(i, base, losses, left) for i in range(ROWS)]
         self._among_nothing(base, losses, left)
-        self._alone(base, losses)
+        alone = self._alone(base, losses)
         self._collated()
         self._require_no_count(losses)
         self._at_other_draws(base)
@@ -200,13 +218,16 @@ class Look:
             if not isinstance(base, Probe) or base.lost or any(o is None or o[0].lost for o in others):
                 raise Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
             _require_no_hooks(self._subject.parameters)
-            sites = places(base, [probe for probe, *_ in others], arrived, growth)
-            self._check_backward(base, arrived, others)
-            self._check_credit(base, sites, arrived, plain)
-            self._whole_batch(base, losses, sites)
+            sites = places(base, [probe for probe, *_ in others], sent, growth)
+            self._check_backward(base, sent, others)
+            self._check_credit(base, sites, sent, plain)
+            for i, theirs in alone:
+                one = [float(k == i) for k in range(ROWS)]
+                self._require_credit_near(_leaves(sent[i]), theirs, one, 1, base.eps)
+            self._whole_batch(base, losses, sent, sites)
         except Obstacle as obstacle:
             self._give_up_own()
-            self._whole_batch(base, losses)
+            self._whole_batch(base, losses, sent)
             return Finding((), str(obstacle), obstacle.lasting)
         if self._moved is not None:  # by a little, and its rows are where they were
             self._refuse(*self._moved)
@@ -263,7 +284,7 @@ class Look:
             "needs a certain number of rows is not one loss per sample. Let the forward take any number of rows."
         ) from error
 
-    def _arrived(self, mode: Any, losses: Tensor, i: int) -> Gradient:
+    def _sent(self, mode: Any, losses: Tensor, i: int) -> Gradient:
         """What the loss of row i sends to each operation that parameters meet, and to the parameters."""
         if not isinstance(mode, Probe):
             return {}
@@ -281,14 +302,14 @@ class Look:
             mode = probe or self._numbered()
             try:
                 losses = self._run(mode, data)
-                arrived = self._arrived(mode, losses, i)
+                sent = self._sent(mode, losses, i)
             except (UnsupportedModel, DrewUnseen):
                 raise
             except Exception:  # rows that were put together need not be such as the model takes
                 self._surroundings.restore()
                 continue
             self._settle(base, mode, data, ours, losses, i, left)
-            found = mode, arrived, data
+            found = mode, sent, data
             if probe is None or (not probe.lost and len(probe.calls) == len(base.calls)):
                 break  # others may run other operations, where a model asks whether a mask is all ones
         return found
@@ -299,19 +320,17 @@ class Look:
         self._unmoved(base, mode, self._rows, data, ours, losses, i)
         self._surroundings.compare(left, theirs)
 
-    def _check_backward(self, base: Probe, arrived: Sequence[Gradient], others: Sequence[Any]) -> None:
+    def _check_backward(self, base: Probe, sent: Sequence[Gradient], others: Sequence[Any]) -> None:
         """In other company the loss of a row sends the same gradients to the same places, and to the parameters.
 
         To both: a layer of zeros sends nothing back, and its own gradient is made of its input.
         """
         for i, (probe, theirs, data) in enumerate(others):
-            if any(key in theirs and theirs[key].shape != g.shape for key, g in arrived[i].items()):
+            if any(key in theirs and theirs[key].shape != g.shape for key, g in sent[i].items()):
                 raise Obstacle("shapes depend on the values in the batch")
             alike = base.device.type == "cpu" and [op.outputs for op in base.ran] == [op.outputs for op in probe.ran]
             for leaves in (False, True):
-                one, other = (
-                    {k: g for k, g in all.items() if (k[0] == "leaf") is leaves} for all in (arrived[i], theirs)
-                )
+                one, other = ({k: g for k, g in all.items() if (k[0] == "leaf") is leaves} for all in (sent[i], theirs))
                 if apart(one, other, 1e-4 if alike else probe.eps**0.5) is None:
                     continue
                 if leaves:  # nothing but what parameters meet is another
@@ -345,78 +364,115 @@ class Look:
         if [op.outputs for op in base.ran] == [op.outputs for op in mode.ran]:
             self._moved = ours, theirs, i
 
-    def _whole_batch(self, base: Any, few: Tensor, sites: Sequence[Site] | None = None) -> None:
-        """In the whole batch, too, rows keep their losses when the others become copies of one, and gradients arrive in
-        the rows that they are of, whatever the others send."""
-        whole = _Whole(self._numbered) if sites is None else self._taped_whole(base, sites)
-        if self._samples > 1:
-            self._whole_company(whole, base, few)
-        if whole.astray:
+    def _whole_batch(
+        self, base: Any, few: Tensor, sent: Sequence[Gradient], sites: Sequence[Site] | None = None
+    ) -> None:
+        """In the whole batch, too, rows keep losses and gradients: when the others become copies of one, and beside how
+        they are among few. Gradients arrive in the rows that they are of, whatever the others send."""
+        known = None if sites is None else _known(base, sites)
+        draws = base.draws_freely or self._draws or self._own_draws
+        several, first, last = sorted(set(self._kept[: max(1, self._samples // 2)])), self._kept[0], self._kept[-1]
+        # The second is that of a glance, which may have seen something there. What rows are among few shows what comes
+        # of an extreme one. If they draw other numbers there, two rows are put among copies of themselves: one of them
+        # is not extreme.
+        ways = [(several, first), ([last], last), ([first], first)][: 3 if draws else 1 + self._again]
+        ways = ways if self._samples > 1 else []
+        level = levels([size(_leaves(each)) for each in sent])
+        weights = [{i: level[self._kept.index(i)] for i in keep} for keep, _ in ways]
+        ours = self._first_whole(known, base, [*weights, by_row(self._kept, level)])
+        for k, (keep, other) in enumerate(ways):
+            self._in_whole_company(known, base, ours, k, keep, other, weights[k])
+        if not draws and ways:
+            self._as_among_few(known, base, ours, few, sent, level)
+        if ours.astray:
             raise Obstacle(_ASTRAY)
 
-    def _taped_whole(self, base: Probe, sites: Sequence[Site]) -> "_Whole":
-        known = Sites()
-        for call, site in zip(base.calls, sites, strict=True):
-            known.add(call.op, site)
-        taped = partial(Tape, self._subject.parameters, None, known, self._samples, lenient=True)
-        if self._own is not None and not base.draws_freely:
-            run = self._own(known, self._surroundings, self._seed)
-            if run is not None:
-                return _Whole(taped, run, self._own.before, run.astray)
-        tape = taped()
-        losses = self._run(tape, self._batch)
-        # What these rows have not met is looked at when it comes.
-        within = insides(tape) if not tape.lost and losses.requires_grad else []
-        grads = arrived(losses, within)
-        astray = misplaced(losses, within, self._seed, grads) is not None
-        run = TapedRun(tape, losses, grads, astray, self._surroundings.left_behind(), [])
+    def _first_whole(self, known: Sites | None, base: Any, weights: Sequence[Mapping[int, float]]) -> _Whole:
+        """The step's own run, if there is one that others can be compared with."""
+        if known is None:
+            return self._whole(known, base, self._batch, weights)
         if base.draws_freely:  # numbers are the same for all companies only if each operation is seeded
-            return _Whole(self._numbered, astray=astray)
-        return _Whole(taped, run, astray=astray)
+            astray = self._taped(Tape, known, self._batch, weighted=True).astray
+            return replace(self._whole(known, base, self._batch, weights), astray=astray)
+        own = None if self._own is None else self._own(known, self._surroundings, self._seed)
+        run = own or self._taped(Tape, known, self._batch, weighted=True)
+        start = None if self._own is None or own is None else self._own.before
+        credit = self._credited(run, weights)
+        return _Whole(run.losses, run.left, credit, coarseness(run), run.astray, start)
 
-    def _whole_company(self, whole: "_Whole", base: Any, few: Tensor) -> None:
-        """Some rows of the whole batch among copies of one, and as they were among few. To rounding: rows that are
-        packed are of other shapes."""
-        ours = whole.run
-        losses = self._run(whole.mode(), self._batch) if ours is None else ours.losses
-        left = self._surroundings.left_behind() if ours is None else ours.left
-        several, last = sorted(set(self._kept[: max(1, self._samples // 2)])), self._kept[-1]
-        # The second is that of a glance, which may have seen something there.
-        for keep, other in [(several, self._kept[0]), ([last], last)][: 1 + self._again]:
-            data = replaced(self._batch, take(self._batch, [other] * self._samples), keep)
-            mode = whole.mode()
-            others = self._run(mode, data, whole.start)
-            if ours is not None and not whole.astray:
-                self._check_whole_credit(ours, mode, others, keep, data)
-            theirs = self._surroundings.left_behind()
-            for i in keep:
-                if not near(losses[i], others[i], losses, base.eps, rounding(base.eps)):
-                    self._refuse(self._batch, data, i)
-            self._surroundings.compare(left, theirs)
-        if base.draws_freely or self._draws or self._own_draws:
-            return
-        if base.drops:  # as among few: without dropout
-            losses = self._run(self._numbered(), self._batch)
-            self._surroundings.restore()
-        for k, i in enumerate(self._kept):
-            self._require_near(k, few, ROWS, losses[i], self._samples, base.eps)
+    def _whole(
+        self, known: Sites | None, base: Any, data: Any, weights: Sequence[Mapping[int, float]],
+        start: list[Any] | None = None, *, bare: bool = False,
+    ) -> _Whole:  # fmt: skip
+        """A run of as many rows as the batch has, ``bare`` of dropout; taped, unless each operation must be seeded."""
+        if known is not None and not base.draws_freely:
+            run = self._taped(UndroppedTape if bare else Tape, known, data, start)
+            return _Whole(run.losses, run.left, self._credited(run, weights), coarseness(run))
+        losses = self._run(self._numbered(), data, start)
+        credit: list[Gradient] = []
+        if known is not None:
+            seeds = [[each.get(i, 0.0) for i in range(len(losses))] for each in weights]
+            credit = [gradient(losses, seed, self._subject.parameters) for seed in seeds]
+        return _Whole(losses.detach(), self._surroundings.left_behind(), credit, reshaped(base.eps))
 
-    def _check_whole_credit(self, ours: TapedRun, tape: Tape, losses: Tensor, kept: Sequence[int], data: Any) -> None:
-        """In other company the rows that were kept are credited the same gradients."""
-        if tape.lost or not ours.grads or not losses.requires_grad:
-            return
-        within = insides(tape)
+    def _taped(
+        self, tape: type[Tape], known: Sites, data: Any, start: list[Any] | None = None, *, weighted: bool = False
+    ) -> TapedRun:
+        """What these rows have not met is looked at when it comes."""
+        mode = tape(self._subject.parameters, None, known, count_of(data), lenient=True)
+        losses = self._run(mode, data, start)
+        within = insides(mode) if not mode.lost and losses.requires_grad else []
         grads = arrived(losses, within)
+        astray = weighted and misplaced(losses, within, self._seed, grads, keep=False) is not None
+        return TapedRun(mode, losses.detach(), grads, astray, self._surroundings.left_behind(), [])
+
+    @staticmethod
+    def _credited(run: TapedRun, weights: Sequence[Mapping[int, float]]) -> list[Gradient]:
         try:
-            alike = credited_alike(ours, replace(ours, tape=tape, grads=grads), kept)
-        except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+            return [credited(run, each) for each in weights] if run.grads else []
+        except (UnsupportedModel, RuntimeError, ValueError, IndexError, NotImplementedError) as error:
             raise Obstacle(_ALONE.format(error)) from error
-        if alike:
+
+    def _in_whole_company(
+        self, known: Sites | None, base: Any, ours: _Whole, k: int, keep: Sequence[int], other: int,
+        weights: Mapping[int, float],
+    ) -> None:  # fmt: skip
+        """Some rows of the whole batch among copies of one. To rounding: rows that are packed are of other shapes."""
+        data = replaced(self._batch, take(self._batch, [other] * self._samples), keep)
+        theirs = self._whole(known, base, data, [weights], ours.start)
+        for i in keep:
+            if not near(ours.losses[i], theirs.losses[i], ours.losses, base.eps, rounding(base.eps)):
+                self._refuse(self._batch, data, i)
+        self._surroundings.compare(ours.left, theirs.left)
+        if not ours.credit or not theirs.credit or apart(ours.credit[k], theirs.credit[0], ours.rounding) is None:
             return
-        if misplaced(losses, within, self._seed, grads) is not None:
+        if ours.astray or (known is not None and self._taped(Tape, known, data, ours.start, weighted=True).astray):
             raise Obstacle(_ASTRAY)
-        self._surroundings.restore()
-        self._refuse_gradient(self._batch, data, kept[0])
+        self._refuse_gradient(self._batch, data, keep[0])
+
+    def _as_among_few(
+        self, known: Sites | None, base: Any, ours: _Whole, few: Tensor, sent: Sequence[Gradient],
+        level: Sequence[float],
+    ) -> None:  # fmt: skip
+        """The rows that are looked at have the losses and gradients that they have among few; without dropout, as
+        those."""
+        if base.drops:
+            ours = self._whole(known, base, self._batch, [by_row(self._kept, level)], bare=True)
+        for k, i in enumerate(self._kept):
+            self._require_near(k, few, ROWS, ours.losses[i], self._samples, base.eps)
+        if ours.credit and not ours.astray:
+            mixture = added([_leaves(each) for each in sent], level)
+            self._require_credit_near(mixture, ours.credit[-1], level, self._samples, base.eps)
+
+    def _require_credit_near(
+        self, ours: Gradient, theirs: Gradient, level: Sequence[float], others: int, eps: float
+    ) -> None:
+        """A mixture of rows has the gradient among so many others that it has among ours."""
+        if not np.isfinite(size(theirs)) or apart(theirs, ours, reshaped(eps)) is None:
+            return
+        if distance(ours, theirs) <= 8 * max(distance(ours, each) for each in self._nudged(eps, level)):
+            return
+        raise UnsupportedModel(_PLACE.format(f"among {others} rows" if others > 1 else "alone", ROWS))
 
     def _require_near(self, i: int, ours: Tensor, rows: int, theirs: Tensor, others: int, eps: float) -> None:
         """A row among so many others has the loss that it has among ours."""
@@ -505,12 +561,14 @@ class Look:
 
     # 2 and 5: alone
 
-    def _alone(self, base: Any, losses: Tensor) -> None:
-        """Rows as batches of one: the rarest, and another."""
+    def _alone(self, base: Any, losses: Tensor) -> list[tuple[int, Gradient]]:
+        """Rows as batches of one: the rarest, and another. What these send to the parameters."""
+        found = []
         for i in (1,) if self._again else (1, 0):
             mode = self._numbered(draws=(base.draws, i, ROWS))
             try:
                 alone = self._run(mode, take(self._rows, [i]))
+                theirs = gradient(alone, [1.0], self._subject.parameters)
             except (UnsupportedModel, DrewUnseen):
                 raise
             except (
@@ -523,22 +581,37 @@ class Look:
             if drew or mode.unmatched or alone.shape != (1,):
                 continue
             self._require_near(i, losses, ROWS, alone[0], 1, max(base.eps, mode.eps))
+            found.append((i, theirs))
+        return found
 
     def _by_rounding(self, i: int, apart: Tensor, eps: float) -> bool:
         """Whether inputs that are off by rounding change the loss of row i as much: large terms that cancel in it."""
-        rounded = np.random.default_rng(self._seed)
-
-        def nudged(t: Any) -> Any:
-            if not isinstance(t, Tensor) or not t.is_floating_point():
-                return t
-            off = torch.from_numpy(rounded.uniform(-eps, eps, tuple(t.shape))).to(t.device)
-            return (t.double() * (1 + off)).to(t.dtype)
-
-        losses = []
-        for change in (lambda t: t, nudged, nudged, nudged):
-            losses.append(self._run(Numbered(self._seed), tree_map(change, self._rows))[i].detach().double())
-            self._surroundings.restore()
+        losses = [self._run(Numbered(self._seed), data)[i].detach().double() for data in self._inputs_nudged(eps)]
+        self._surroundings.restore()
         return bool(apart.detach().double().abs() <= 8 * (torch.stack(losses[1:]) - losses[0]).abs().max())
+
+    def _nudged(self, eps: float, level: Sequence[float]) -> list[Gradient]:
+        """The gradient of a mixture of our rows with inputs and parameters off by rounding: units that are nearly zero
+        switch."""
+        found = []
+        for k, data in enumerate(self._inputs_nudged(eps)[1:]):
+            values = {n: self._off_by(eps, p.detach(), k).requires_grad_() for n, p in self._subject.parameters.items()}
+            with reparametrized(self._subject.model, values):
+                losses = self._run(Numbered(self._seed), data)
+            found.append(gradient(losses, level, values))
+            self._surroundings.restore()
+        return found
+
+    def _inputs_nudged(self, eps: float) -> list[Any]:
+        """Our rows, and three times our rows off by rounding."""
+        return [self._rows, *(tree_map(partial(self._off_by, eps, seed=k), self._rows) for k in range(3))]
+
+    def _off_by(self, eps: float, t: Any, seed: int) -> Any:
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            return t
+        rounded = np.random.default_rng((self._seed, seed, t.numel()))
+        off = torch.from_numpy(rounded.uniform(-eps, eps, tuple(t.shape))).to(t.device)
+        return (t.double() * (1 + off)).to(t.dtype)
 
     def _collated(self) -> None:
         """Rows as ``collate_fn`` gives them for one sample alone. It may have put them into another order."""
@@ -568,7 +641,7 @@ class Look:
     # 3: credit
 
     def _check_credit(
-        self, base: Probe, sites: Sequence[Site], arrived: Sequence[Gradient], plain: Sequence[Gradient]
+        self, base: Probe, sites: Sequence[Site], sent: Sequence[Gradient], plain: Sequence[Gradient]
     ) -> None:
         """The tape's gradients are autograd's: of the row in the middle, norm included, and of a mixture of all rows.
 
@@ -587,7 +660,7 @@ class Look:
                     "custom autograd function)"
                 )
         mixtures = torch.tensor([_MIDDLE, _MIXED], device=base.device)
-        together = added(arrived)
+        together = added(sent)
         try:
             with torch.no_grad(), torch.autocast(base.device.type, enabled=False):
                 forms = gradients([base], [[together.get(key) for key in keys]])
@@ -618,6 +691,18 @@ class Look:
         parameters = self._subject.parameters
         targets = {("leaf", n): t for n, t in base.leaves.items()} | {("past", n): t for n, t in parameters.items()}
         return gradient(losses, weights, targets)
+
+
+def _known(base: Probe, sites: Sequence[Site]) -> Sites:
+    known = Sites()
+    for call, site in zip(base.calls, sites, strict=True):
+        known.add(call.op, site)
+    return known
+
+
+def _leaves(sent: Gradient) -> Gradient:
+    """Of what a loss sends back, what arrives at parameters, by their names."""
+    return {name: g for (kind, name, *_), g in sent.items() if kind == "leaf"}
 
 
 def _require_no_hooks(parameters: Mapping[str, Tensor]) -> None:

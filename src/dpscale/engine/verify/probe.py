@@ -46,6 +46,27 @@ class Undropped(ParameterOps):
         return _undropped(func, args, kwargs) if inside is None else inside(*args, **kwargs)
 
 
+class UndroppedTape(Tape):
+    """A tape of a forward without dropout."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs, _ = _without_hidden_dropout(func, args, kwargs or {})
+        inside = self.enter(func, args)
+        if inside is not None:
+            return inside(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tape it; dropout on a parameter drops nothing."""
+        return super().meet(func, *_dropping_nothing(func, args, kwargs))
+
+    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it; dropout is left out."""
+        return _undropped(func, args, kwargs)
+
+
 def _undropped(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation; a dropout gives what it was given."""
     name = getattr(func, "__name__", "")
@@ -54,6 +75,15 @@ def _undropped(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if name in ("rrelu", "rrelu_"):  # draws for some entries only: its mean slope in its place
         return torch.nn.functional.leaky_relu(args[0], 11 / 48)
     return func(*args, **kwargs)
+
+
+def _dropping_nothing(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A dropout that drops nothing, for one on a parameter: what it gives is still a function of that."""
+    if getattr(func, "__name__", "") not in _DROPOUT:
+        return args, kwargs
+    return (args[0], 0.0, *args[2:]), {name: value for name, value in kwargs.items() if name != "p"}
 
 
 def _drops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -238,9 +268,7 @@ class Probe(Numbered, Tape):
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Tape it; dropout on a parameter drops nothing."""
-        if getattr(func, "__name__", "") in _DROPOUT:
-            args, kwargs = (args[0], 0.0, *args[2:]), {name: value for name, value in kwargs.items() if name != "p"}
-        return Tape.meet(self, func, args, kwargs)
+        return Tape.meet(self, func, *_dropping_nothing(func, args, kwargs))
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it."""

@@ -27,8 +27,13 @@ def near(a: Tensor, b: Tensor, scale: Tensor, eps: float, limit: float | None = 
     if not bool(torch.isfinite(a)) or not bool(torch.isfinite(b)):
         return True
     finite = scale[torch.isfinite(scale)].abs()
-    limit = max(eps, 2.0**-36) ** 0.5 if limit is None else limit
+    limit = reshaped(eps) if limit is None else limit
     return bool((a - b).abs() <= limit * torch.cat([finite.flatten(), b.abs().view(1)]).max())
+
+
+def reshaped(eps: float) -> float:
+    """By how much of itself a value may be off where there were fewer rows or more."""
+    return float(max(eps, 2.0**-36) ** 0.5)
 
 
 def rounding(eps: float) -> float:
@@ -73,10 +78,16 @@ def relative(rounding: float) -> float:
     return min(10 * rounding, 0.25)
 
 
-def added(gradients: Sequence[Gradient]) -> Gradient:
-    """Their sum."""
+def added(gradients: Sequence[Gradient], weights: Sequence[float] | None = None) -> Gradient:
+    """Their sum, each with its weight; one of weight 0 may be infinite."""
     total: Gradient = {}
-    for each in gradients:
-        for key, g in each.items():
+    for each, weight in zip(gradients, weights or [1.0] * len(gradients), strict=True):
+        for key, g in each.items() if weight else ():
+            g = g if weight == 1 else weight * g
             total[key] = total[key] + g if key in total else g
     return total
+
+
+def distance(a: Gradient, b: Gradient) -> float:
+    """The norm of what is between two gradients."""
+    return size(added([a, b], [1.0, -1.0]))
