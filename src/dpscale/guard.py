@@ -42,9 +42,15 @@ class Guard:
 
     It lives as long as its run. All guards hear of every release, so several runs on one model do not disturb each
     other.
+
+    Args:
+        optimizer: of the run, or a wrapper of it.
+        run: it.
+        stepped: called after every step of an optimizer over its parameters.
     """
 
-    def __init__(self, optimizer: Any, run: Run) -> None:
+    def __init__(self, optimizer: Any, run: Run, stepped: Callable[[], None] = lambda: None) -> None:
+        self._stepped = stepped
         self._own = [weakref.ref(one) for one in wrapped(optimizer)]
         self._run = weakref.ref(run)
         self._plain: set[int] = set()  # parameters to whose gradients a plain backward() has added, by id
@@ -119,6 +125,7 @@ class Guard:
         if not self._public:
             self._plain -= parameters
             self.unapplied = False
+        self._stepped()
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()

@@ -88,7 +88,7 @@ class Private:
         self._padding = Padding(Sizes.of(plan.sampling, micro_batch, ranks.size)) if compile else None
         usual, most = (self._padding.usual, self._padding.sizes.rows[-1]) if self._padding else (0, 0)
         self._engine = Engine(model, compile=compile, any_size=usual, most=most)
-        self._guard = Guard(optimizer, self)
+        self._guard = Guard(optimizer, self, self._engine.writes.stepped)
         self._feed = Feed(self._state, ranks, self._engine.recorder)
         self._micro_batch = micro_batch
         self._structure: Structure | None = None

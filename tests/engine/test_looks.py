@@ -346,6 +346,34 @@ def test_a_switch_that_is_a_tensor_is_seen_when_somebody_writes_into_it(frozen):
         engine.scaled_sum(loss_fn, batch(2), RULE)
 
 
+@pytest.mark.parametrize("step", [True, False])
+def test_weights_that_are_written_by_hand_are_glanced_at(step):
+    """Between two powers of two: a gate that no gradient opens is opened by hand."""
+    model = Net(lambda h, x: h + torch.relu(model.gate) * h.mean(0), lambda x: True)
+    model.gate = nn.Parameter(torch.tensor(-1.0))
+    data = torch.utils.data.TensorDataset(*batch(0, rows=60))
+    plan = dpscale.Plan(scaling=RULE, sampling=dpscale.Poisson(size=60, batch=12), steps=20, noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = dpscale.privatize(model, optimizer, plan, seed=1)
+    for number, drawn in enumerate(private.batches(data)):
+        if number == 10:
+            checked = private._engine._schedule.looks
+            with torch.no_grad():
+                model.gate.fill_(1.0)
+            with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled at|in a loop of your own"):
+                private.step(drawn, loss_fn) if step else private.backward(loss_fn(model, drawn))
+            break
+        if step:
+            private.step(drawn, loss_fn)
+        else:
+            private.backward(loss_fn(model, drawn))
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 8:
+            before = private._engine._schedule.looks
+    assert checked == before, "what the optimizer writes calls for no check"
+
+
 def test_what_a_forward_writes_into_its_own_buffers_calls_for_no_check():
     model = Net(lambda h, x: model.calls.add_(1) * 0 + h, lambda x: True)
     model.register_buffer("calls", torch.zeros((), dtype=torch.int64))

@@ -87,16 +87,23 @@ def structure(model: nn.Module) -> Structure:
 
 
 class Writes:
-    """How often somebody wrote into the constants of a model between its sums: a switch may be a tensor."""
+    """How often somebody wrote into the tensors of a model between its sums: a switch may be a tensor.
+
+    Into the constants at any time; into the parameters between an optimizer's step and the next sum.
+    """
 
     def __init__(self) -> None:
         self.times = 0
-        self._last: tuple[int, list[int]] | None = None
+        self._found: Structure | None = None  # at the last sum
+        self._constants: list[int] = []  # versions then
+        self._stepped: list[int] | None = None  # of the parameters after the optimizer's last step
 
     def count(self, found: Structure) -> int:
         """Before a sum."""
-        if self._last is not None and self._last[0] == found.number and self._last != self._versions(found):
-            self.times += 1
+        if self._found is not None and self._found.number == found.number:
+            written = self._stepped is not None and self._stepped != self._trained(found)
+            self.times += written or self._constants != self._held(found)
+        self._stepped = None
         return self.times
 
     @contextmanager
@@ -109,11 +116,19 @@ class Writes:
 
     def settle(self, found: Structure) -> None:
         """After a sum."""
-        self._last = self._versions(found)
+        self._found, self._constants = found, self._held(found)
+
+    def stepped(self) -> None:
+        """After an optimizer's step: what it writes is its own."""
+        self._stepped = None if self._found is None else self._trained(self._found)
 
     @staticmethod
-    def _versions(found: Structure) -> tuple[int, list[int]]:
-        return found.number, [version(t) for t in found.constants]
+    def _held(found: Structure) -> list[int]:
+        return [version(t) for t in found.constants]
+
+    @staticmethod
+    def _trained(found: Structure) -> list[int]:
+        return [version(t) for t in found.trainable.values()]
 
 
 class Attributes:
