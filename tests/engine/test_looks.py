@@ -348,8 +348,8 @@ def test_a_switch_that_is_a_tensor_is_seen_when_somebody_writes_into_it(frozen):
 
 @pytest.mark.parametrize("step", [True, False])
 def test_weights_that_are_written_by_hand_are_glanced_at(step):
-    """Between two powers of two: a gate that no gradient opens is opened by hand."""
-    model = Net(lambda h, x: h + torch.relu(model.gate) * h.mean(0), lambda x: True)
+    """Between two powers of two: a switch that no gradient moves is moved by hand."""
+    model = Net(lambda h, x: h + h.mean(0), lambda x: bool(model.gate > 0))
     model.gate = nn.Parameter(torch.tensor(-1.0))
     data = torch.utils.data.TensorDataset(*batch(0, rows=60))
     plan = dpscale.Plan(scaling=RULE, sampling=dpscale.Poisson(size=60, batch=12), steps=20, noise_multiplier=1.0)
@@ -360,7 +360,7 @@ def test_weights_that_are_written_by_hand_are_glanced_at(step):
             checked = private._engine._schedule.looks
             with torch.no_grad():
                 model.gate.fill_(1.0)
-            with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled at|in a loop of your own"):
+            with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled at"):
                 private.step(drawn, loss_fn) if step else private.backward(loss_fn(model, drawn))
             break
         if step:
