@@ -222,9 +222,10 @@ def test_arrays_stay_the_same_data_within_a_shuffled_epoch():
         run.batches((X.copy(), Y))
 
 
-def test_as_many_arrays_as_samples_are_columns_as_for_make_private():
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_as_many_arrays_as_samples_are_columns_as_for_make_private(kind):
     run = private(sampling=dpscale.FullBatch(size=2), steps=1)
-    x, y = next(run.batches((X[:2], Y[:2])))
+    x, y = next(run.batches(kind((X[:2], Y[:2]))))
     torch.testing.assert_close((x, y), (torch.tensor(X[:2]), torch.tensor(Y[:2])))
 
 

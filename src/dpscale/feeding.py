@@ -82,8 +82,9 @@ class Feed:
         action = "Pass arrays (X, y); or make the run by make_private(..., target=...)."
         require(not is_frame(given), "batches", "dataset", "a dataset, or arrays", type(given).__name__, action)
         size = self._state.plan.sampling.size
-        columns = isinstance(given, tuple) and all(hasattr(each, "shape") and len(each) == size for each in given)
-        samples = isinstance(given, list | tuple) and len(given) == size and not columns
+        several = isinstance(given, list | tuple)
+        columns = several and all(hasattr(each, "shape") and len(each) == size for each in given)
+        samples = several and len(given) == size and not columns
         if samples or (collated and is_hugging_face(given)):
             return given  # type: ignore[no-any-return]
         dataset = dataset_of("batches", given, name="dataset")
@@ -186,7 +187,7 @@ class Feed:
 
 
 def _same(given: Any, before: Any) -> bool:
-    """Whether it is what was given before, or a tuple of the very same."""
-    if isinstance(given, tuple) and isinstance(before, tuple):
+    """Whether it is what was given before, or a tuple or list of the very same."""
+    if isinstance(given, tuple | list) and type(given) is type(before):
         return len(given) == len(before) and all(map(operator.is_, given, before))
     return given is before
