@@ -300,6 +300,31 @@ def test_mixing_behind_zeros_in_large_batches_of_a_model_that_draws_is_refused(n
     assert model.training
 
 
+@pytest.mark.parametrize("length", [5, 9])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", BY_PLACE | BEHIND)
+def test_a_row_without_a_finite_gradient_hides_nothing(name, dropout, length):
+    """It is looked at first, and nothing of it can be compared."""
+    trick = (BY_PLACE | BEHIND)[name]
+    engine = Engine(model := behind_zeros(trick, lambda x: x.shape[1] == length and len(x) > 5, dropout))
+    data = batch(0, length=length)
+    data[0][4, 0, 1] = torch.nan
+    with pytest.raises(dpscale.UnsupportedModel):
+        if length != 5:
+            engine.scaled_sum(loss_fn, batch(1), RULE)
+            engine.scaled_sum(loss_fn, batch(2), RULE)
+        engine.scaled_sum(loss_fn, data, RULE)
+    assert model is engine.model
+
+
+def test_a_row_without_a_finite_gradient_is_no_reason_to_refuse():
+    engine, data = Engine(model := Net(dropout=0.3)), batch(0)
+    data[0][4, 0, 1] = torch.nan
+    for _ in range(3):
+        assert int(engine.scaled_sum(loss_fn, data, RULE).ignored) == 1
+    assert model is engine.model and not engine._obstacles
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("draws", [0.0, 0.1])
 def test_mixing_through_an_extreme_row_of_large_batches_alone_is_refused_at_first(draws, seed):

@@ -7,9 +7,10 @@ when it was looked at, what was compiled.
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -237,21 +238,18 @@ class Engine:
         if not number:
             require_finite(subject.model)
         require_real(subject.parameters)
-        kept = choose(rows, available, [i for i in due.first if mask[i]], ROWS, np.random.default_rng(number))
-        known = self._looked.get(kind)
         own = OwnRun(subject, batch, mask) if shares else None
-        glance = None
+        judge = partial(self._judge, subject, batch, rows, kind=kind, due=due, seed=seed)
+        chance = np.random.default_rng(number)
         try:
             with waiting("checking") if number else phase("checking"):  # later ones are short, as a rule
-                if not due.thorough and known is not None and known.rows >= len({*kept}):
-                    glance = Glance(
-                        subject, batch, kept, sites=None if kind in self._obstacles else self._sites, seed=seed,
-                        draws=known.draws, drops=known.drops, eps=known.eps, own=own,
-                    )  # fmt: skip
-                if glance is None or not glance(singles or {}, rest):
-                    look = Look(subject, batch, rows, kept, singles=singles, rest=rest, again=known is not None,
-                                seed=seed, own=own)  # fmt: skip
-                    self._learn(kind, look(), len({*kept}))
+                kept = choose(rows, available, [i for i in due.first if mask[i]], ROWS, chance)
+                odd = judge(kept, singles=singles or {}, rest=rest, own=own)
+                available = np.setdiff1d(available, [*odd])
+                if odd and len(available):  # such rows show what meets them; of others nothing can be seen beside them
+                    judge(choose(rows, available, [], ROWS, chance), singles={}, rest=(), own=None)
+                if own is not None and kind in self._obstacles:
+                    own.drop()
         except BaseException:  # whatever ended it: what was not looked at to the end is not known
             self._schedule.forget()
             if own is not None:
@@ -259,6 +257,25 @@ class Engine:
             raise
         self._schedule.looked(time.perf_counter() - start - (own.seconds if own else 0.0))
         return own.evaluated if own else None
+
+    def _judge(
+        self, subject: Subject, batch: Any, rows: Features | None, kept: Sequence[int], *, kind: Any, due: Due,
+        seed: int, singles: Mapping[int, Any], rest: Sequence[Any], own: OwnRun | None,
+    ) -> Collection[int]:  # fmt: skip
+        """Judge by these rows: at a glance, if that will do. The rows that are found odd: nothing of them is finite."""
+        known = self._looked.get(kind)
+        if not due.thorough and known is not None and known.rows >= len({*kept}):
+            glance = Glance(
+                subject, batch, kept, sites=None if kind in self._obstacles else self._sites, seed=seed,
+                draws=known.draws, drops=known.drops, eps=known.eps, own=own,
+            )  # fmt: skip
+            if glance(singles, rest):
+                return glance.odd
+        look = Look(subject, batch, rows, kept, singles=singles, rest=rest, again=known is not None, seed=seed,
+                    own=own)  # fmt: skip
+        finding = look()
+        self._learn(kind, finding, len({*kept}))
+        return finding.odd
 
     def _learn(self, kind: Any, finding: Finding, rows: int) -> None:
         self._looked[kind] = Looked(rows, finding.draws, finding.drops, finding.eps)

@@ -69,6 +69,8 @@ def credited(run: TapedRun, weights: Mapping[int, float]) -> Gradient:
     What arrives at an operation may be the same where what it multiplies is not: a layer of zeros sends nothing back,
     and its own gradient is made of its input.
     """
+    if not weights:
+        return {}
     device = run.tape.device
     with exactly(device):
         forms = gradients([run.tape], [run.grads], torch.tensor(list(weights), device=device))
@@ -84,8 +86,12 @@ def levels(sizes: Sequence[float]) -> list[float]:
 
 
 def by_row(rows: Sequence[int], weights: Sequence[float]) -> dict[int, float]:
-    """Added up for a row that is there twice."""
-    return {row: sum(w for other, w in zip(rows, weights, strict=True) if other == row) for row in rows}
+    """Added up for a row that is there twice; without those that have none."""
+    total: dict[int, float] = {}
+    for row, weight in zip(rows, weights, strict=True):
+        if weight:
+            total[row] = total.get(row, 0.0) + weight
+    return total
 
 
 def coarseness(run: TapedRun) -> float:

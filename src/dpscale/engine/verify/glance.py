@@ -29,7 +29,7 @@ from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
 from dpscale.engine.verify.probe import Undropped, UndroppedTape
 from dpscale.engine.verify.randomness import own_randomness
-from dpscale.engine.verify.rows import copied, count_of, neutral, replaced, take
+from dpscale.engine.verify.rows import copied, count_of, neutral, odd_among, replaced, take
 from dpscale.engine.verify.state import Surroundings
 from dpscale.engine.verify.values import Gradient, added, apart, close, gradient, near, reshaped, same, size
 
@@ -47,6 +47,9 @@ class Glance:
         eps: of the coarsest numbers that it computes with.
         seed: for the runs.
         own: the run of the step itself, if that may be the one of the whole batch.
+
+    Attributes:
+        odd: rows whose loss or gradient is not finite, of which nothing can be compared.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Glance:
         self._sites, self._draws, self._drops, self._eps, self._seed = sites, draws, drops, eps, seed
         self._own = own
         self._learned: list[Shared] = []
+        self.odd: set[int] = set()
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
@@ -118,15 +122,18 @@ class Glance:
             return None
         if self._drops:
             whole = self._taped(sites, self._batch)
-        if few is None or whole is None or not (self._draws or self._as_among_few(few, whole, rows)):
+        if few is None or whole is None:
             return None
-        return whole.losses
-
-    def _as_among_few(self, few: TapedRun, whole: TapedRun, rows: Any) -> bool:
-        """Whether our rows have the losses and gradients that they have among few, and the one in the middle alone."""
-        each, middle = [credited(few, {k: 1.0}) for k in range(ROWS)], ROWS // 2
+        each = [credited(few, {k: 1.0}) for k in range(ROWS)]
         level = levels([size(one) for one in each])
-        loss, alone = self._alone(rows)
+        self.odd = {i for i, weight in zip(self._kept, level, strict=True) if not weight} | odd_among(whole.losses)
+        return whole.losses if self._draws or self._as_among_few(few, each, level, whole, rows) else None
+
+    def _as_among_few(
+        self, few: TapedRun, each: Sequence[Gradient], level: Sequence[float], whole: TapedRun, rows: Any
+    ) -> bool:
+        """Whether our rows have the losses and gradients that they have among few, and the one in the middle alone."""
+        (loss, alone), middle = self._alone(rows), ROWS // 2
         return (
             all(self._near(whole.losses[i], few.losses[k], few.losses) for k, i in enumerate(self._kept))
             and self._near(few.losses[middle], loss, few.losses)

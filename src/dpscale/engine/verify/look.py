@@ -31,7 +31,7 @@ from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS, Obstacle, keeps, places
 from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped, UndroppedTape
 from dpscale.engine.verify.randomness import host_states, own_randomness
-from dpscale.engine.verify.rows import Features, companies, copied, count_of, neutral, replaced, take
+from dpscale.engine.verify.rows import Features, companies, copied, count_of, neutral, odd_among, replaced, take
 from dpscale.engine.verify.state import Surroundings
 from dpscale.engine.verify.values import (
     Gradient,
@@ -114,6 +114,7 @@ class Finding:
         draws: whether the forward draws random numbers, dropout left out.
         drops: whether it has dropout.
         eps: of the coarsest numbers that it computes with.
+        odd: rows whose loss or gradient is not finite, of which nothing can be compared.
     """
 
     sites: Sequence[tuple[OpName, Site]] = ()
@@ -122,6 +123,7 @@ class Finding:
     draws: bool = False
     drops: bool = False
     eps: float = 0.0
+    odd: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class Look:
         self._rows = take(batch, self._kept)
         self._moved: tuple[Any, Any, int] | None = None
         self._samples, self._seeded, self._own_draws, self._drops = count_of(batch), False, False, False
-        self._eps = 0.0
+        self._eps, self._odd = 0.0, set[int]()
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self) -> Finding:
@@ -191,7 +193,7 @@ class Look:
             changed = self._surroundings.restore(thorough=True)
         self._surroundings.require_parameters_kept(changed)
         return replace(finding, draws=self._seeded or self._draws or self._own_draws, drops=self._drops,
-                       eps=self._eps)  # fmt: skip
+                       eps=self._eps, odd=frozenset(self._odd))  # fmt: skip
 
     def _look(self) -> Finding:
         growth = self._growth()
@@ -378,8 +380,11 @@ class Look:
         ways = [(several, first), ([last], last), ([first], first)][: 3 if draws else 1 + self._again]
         ways = ways if self._samples > 1 else []
         level = levels([size(_leaves(each)) for each in sent])
-        weights = [{i: level[self._kept.index(i)] for i in keep} for keep, _ in ways]
+        weights = [by_row(keep, [level[self._kept.index(i)] for i in keep]) for keep, _ in ways]
         ours = self._first_whole(known, base, [*weights, by_row(self._kept, level)])
+        self._odd |= odd_among(ours.losses)
+        if not self._odd & {*self._kept}:
+            self._odd |= {i for i, weight in zip(self._kept, level, strict=True) if not weight}
         for k, (keep, other) in enumerate(ways):
             self._in_whole_company(known, base, ours, k, keep, other, weights[k])
         if not draws and ways:
@@ -468,8 +473,8 @@ class Look:
         self, ours: Gradient, theirs: Gradient, level: Sequence[float], others: int, eps: float
     ) -> None:
         """A mixture of rows has the gradient among so many others that it has among ours."""
-        if not np.isfinite(size(theirs)) or apart(theirs, ours, reshaped(eps)) is None:
-            return
+        if not np.isfinite(size(ours)) or apart(theirs, ours, reshaped(eps)) is None:
+            return  # one odd row among ours is enough for that; they are looked at without it
         if distance(ours, theirs) <= 8 * max(distance(ours, each) for each in self._nudged(eps, level)):
             return
         raise UnsupportedModel(_PLACE.format(f"among {others} rows" if others > 1 else "alone", ROWS))

@@ -121,6 +121,11 @@ def _shared(rows: Features) -> NDArray[np.float64]:
     return least
 
 
+def odd_among(losses: Tensor) -> set[int]:
+    """The rows whose loss is not finite."""
+    return set(torch.isfinite(losses).logical_not().nonzero().flatten().tolist())
+
+
 def count_of(batch: Any) -> int:
     """Rows of a batch."""
     return len(tensors_in(batch)[0])

@@ -22,10 +22,10 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def near(a: Tensor, b: Tensor, scale: Tensor, eps: float, limit: float | None = None) -> bool:
-    """To rounding, relative to the scale; what is not finite is the same."""
+    """To rounding, relative to the scale; what is not finite is the same, wherever it is."""
     a, b, scale = (t.detach().double() for t in (a, b, scale))
     if not bool(torch.isfinite(a)) or not bool(torch.isfinite(b)):
-        return True
+        return bool(torch.isfinite(a) == torch.isfinite(b))
     finite = scale[torch.isfinite(scale)].abs()
     limit = reshaped(eps) if limit is None else limit
     return bool((a - b).abs() <= limit * torch.cat([finite.flatten(), b.abs().view(1)]).max())
@@ -61,10 +61,11 @@ def size(gradient: Gradient) -> float:
 
 
 def apart(ours: Gradient, theirs: Gradient, rounding: float) -> Any:
-    """The first name at which two gradients differ by more than rounding, relative to it and to the whole."""
+    """The first name at which two gradients differ by more than rounding, relative to it and to the whole; those that
+    are not finite do not differ."""
     whole = size(theirs)
     if not np.isfinite(whole):
-        return None
+        return next(iter(theirs)) if np.isfinite(size(ours)) else None
     for name in [*theirs, *(ours.keys() - theirs.keys())]:
         a, b = ours.get(name), theirs.get(name)
         off = torch.linalg.vector_norm(a - b if a is not None and b is not None else a if b is None else b)
