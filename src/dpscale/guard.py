@@ -46,7 +46,7 @@ class Guard:
     Args:
         optimizer: of the run, or a wrapper of it.
         run: it.
-        stepped: called after every step of an optimizer over its parameters.
+        stepped: called after every step of an optimizer over its parameters, but for those on public data.
     """
 
     def __init__(self, optimizer: Any, run: Run, stepped: Callable[[], None] = lambda: None) -> None:
@@ -125,7 +125,7 @@ class Guard:
         if not self._public:
             self._plain -= parameters
             self.unapplied = False
-        self._stepped()
+            self._stepped()
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()

@@ -300,6 +300,61 @@ def test_mixing_behind_zeros_in_large_batches_of_a_model_that_draws_is_refused(n
     assert model.training
 
 
+def drawing(trick):
+    return lambda h, x: trick(h + 0.1 * torch.randn_like(h), x)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("name", BY_PLACE)
+@pytest.mark.parametrize("new", [None, {"rows": 40}, {"length": 9}], ids=["at once", "many", "long"])
+def test_what_goes_by_place_or_number_in_a_model_that_draws_is_refused(name, hidden, new):
+    """Few rows are given what was drawn for them among many."""
+    when = (lambda x: len(x) > 5) if new is None else (lambda x: len(x) > 20 or x.shape[1] > 5)
+    model = (behind_zeros if hidden else Net)(lambda h, x: drawing(BY_PLACE[name] if when(x) else lambda h, x: h)(h, x),
+                                              lambda x: True)  # fmt: skip
+    engine = Engine(model)
+    with pytest.raises(dpscale.UnsupportedModel, match=r"is another|The loss of a sample is"):
+        if new is not None:
+            for seed in range(2):
+                engine.scaled_sum(loss_fn, batch(seed), RULE)
+        engine.scaled_sum(loss_fn, batch(2, **(new or {})), RULE)
+
+
+def test_a_model_that_draws_for_each_row_needs_no_second_look(taken):
+    engine = Engine(model := Net(drawing(lambda h, x: h), lambda x: True, dropout=0.3))
+    for seed, kind in enumerate([{}, LONGER, {"rows": 40}, {"rows": 2}, {"strange": True}]):
+        engine.scaled_sum(loss_fn, batch(seed, **kind), RULE)
+    assert len(taken) == 1 and engine.model is model
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.2])
+def test_mixing_that_a_draw_decides_on_is_refused_behind_zeros(chance):
+    def by_chance(h, x):
+        return h - h.mean(0) if torch.rand(()) < chance else h
+
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled at"):
+        Engine(model := behind_zeros(by_chance, lambda x: True)).scaled_sum(loss_fn, batch(0), RULE)
+    assert model.training
+
+
+def test_a_switch_that_a_step_on_public_data_moves_is_noticed():
+    model = Net(lambda h, x: h + h.mean(0), lambda x: bool(model.gate > 0))
+    model.gate = nn.Parameter(torch.tensor(-1.0))
+    data = torch.utils.data.TensorDataset(*batch(0, rows=60))
+    plan = dpscale.Plan(scaling=RULE, sampling=dpscale.Poisson(size=60, batch=12), steps=20, noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = dpscale.privatize(model, optimizer, plan, seed=1)
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled at"):
+        for number, drawn in enumerate(private.batches(data)):
+            if number == 10:
+                with private.public_data():
+                    optimizer.zero_grad()
+                    (-20 * model.gate).backward()
+                    optimizer.step()
+            private.step(drawn, loss_fn)
+            assert number < 10
+
+
 @pytest.mark.parametrize("length", [5, 9])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("name", BY_PLACE | BEHIND)

@@ -27,7 +27,7 @@ from dpscale.engine.verify.credit import (
 from dpscale.engine.verify.look import Subject
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
-from dpscale.engine.verify.probe import Undropped, UndroppedTape
+from dpscale.engine.verify.probe import Numbered, Undropped, UndroppedTape
 from dpscale.engine.verify.randomness import own_randomness
 from dpscale.engine.verify.rows import copied, count_of, neutral, odd_among, replaced, take
 from dpscale.engine.verify.state import Surroundings
@@ -127,7 +127,31 @@ class Glance:
         each = [credited(few, {k: 1.0}) for k in range(ROWS)]
         level = levels([size(one) for one in each])
         self.odd = {i for i, weight in zip(self._kept, level, strict=True) if not weight} | odd_among(whole.losses)
-        return whole.losses if self._draws or self._as_among_few(few, each, level, whole, rows) else None
+        if self._draws:
+            return whole.losses if self._as_among_few_that_drew_alike(level, rows) else None
+        return whole.losses if self._as_among_few(few, each, level, whole, rows) else None
+
+    def _as_among_few_that_drew_alike(self, level: Sequence[float], rows: Any) -> bool:
+        """The same of a model that draws: few rows are given what was drawn for them in the whole batch."""
+        samples = count_of(self._batch)
+        if samples <= ROWS:
+            return True
+        many, parameters = Numbered(self._seed), self._subject.parameters
+        few = Numbered(self._seed, draws=(many.draws, self._kept, samples))
+        weights, found = by_row(self._kept, level), []
+        for mode, data, seed in (
+            (many, self._batch, [weights.get(i, 0.0) for i in range(samples)]),
+            (few, rows, level),
+        ):
+            with own_randomness(self._seed), torch.enable_grad(), mode:
+                losses = self._subject.run(copied(data))
+            found.append((losses.detach(), gradient(losses, seed, parameters)))
+            self._surroundings.left_behind()
+        (theirs, credit), (ours, own) = found
+        return few.unmatched or (
+            all(self._near(theirs[i], ours[k], ours) for k, i in enumerate(self._kept))
+            and apart(credit, own, reshaped(self._eps)) is None
+        )
 
     def _as_among_few(
         self, few: TapedRun, each: Sequence[Gradient], level: Sequence[float], whole: TapedRun, rows: Any

@@ -14,7 +14,7 @@ Where that cannot be told, the model is right but cannot be followed: it is run 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from dpscale.engine.tape.tape import OpName, Site, Sites, Tape
 from dpscale.engine.verify.credit import TapedRun, arrived, by_row, coarseness, credited, insides, levels, misplaced
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS, Obstacle, keeps, places
-from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped, UndroppedTape
+from dpscale.engine.verify.probe import Draws, DrewUnseen, Growth, Numbered, Probe, Undropped, UndroppedTape
 from dpscale.engine.verify.randomness import host_states, own_randomness
 from dpscale.engine.verify.rows import Features, companies, copied, count_of, neutral, odd_among, replaced, take
 from dpscale.engine.verify.state import Surroundings
@@ -137,6 +137,7 @@ class _Whole:
         rounding: by how much of itself that may be off in another such run.
         astray: whether gradients arrived in rows that they are not of.
         start: where its random numbers began, if not at the seed.
+        draws: what was drawn, if each operation was seeded.
     """
 
     losses: Tensor
@@ -145,6 +146,7 @@ class _Whole:
     rounding: float = 0.0
     astray: bool = False
     start: list[Any] | None = None
+    draws: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class Look:
@@ -387,7 +389,9 @@ class Look:
             self._odd |= {i for i, weight in zip(self._kept, level, strict=True) if not weight}
         for k, (keep, other) in enumerate(ways):
             self._in_whole_company(known, base, ours, k, keep, other, weights[k])
-        if not draws and ways:
+        if ours.draws and self._samples > ROWS:
+            self._as_among_few_that_drew_alike(base, ours, level)
+        elif not draws and ways:
             self._as_among_few(known, base, ours, few, sent, level)
         if ours.astray:
             raise Obstacle(_ASTRAY)
@@ -413,12 +417,14 @@ class Look:
         if known is not None and not base.draws_freely:
             run = self._taped(UndroppedTape if bare else Tape, known, data, start)
             return _Whole(run.losses, run.left, self._credited(run, weights), coarseness(run))
-        losses = self._run(self._numbered(), data, start)
+        mode = self._numbered()
+        losses = self._run(mode, data, start)
         credit: list[Gradient] = []
         if known is not None:
             seeds = [[each.get(i, 0.0) for i in range(len(losses))] for each in weights]
             credit = [gradient(losses, seed, self._subject.parameters) for seed in seeds]
-        return _Whole(losses.detach(), self._surroundings.left_behind(), credit, reshaped(base.eps))
+        left = self._surroundings.left_behind()
+        return _Whole(losses.detach(), left, credit, reshaped(base.eps), draws=mode.draws)
 
     def _taped(
         self, tape: type[Tape], known: Sites, data: Any, start: list[Any] | None = None, *, weighted: bool = False
@@ -469,13 +475,29 @@ class Look:
             mixture = added([_leaves(each) for each in sent], level)
             self._require_credit_near(mixture, ours.credit[-1], level, self._samples, base.eps)
 
+    def _as_among_few_that_drew_alike(self, base: Any, ours: _Whole, level: Sequence[float]) -> None:
+        """The same of a model that draws: few rows are given what was drawn for them in the whole batch."""
+        drawn = ours.draws, self._kept, self._samples
+        mode = self._numbered(draws=drawn)
+        few = self._run(mode, self._rows)
+        mixture = gradient(few, level, self._subject.parameters)
+        drew = self._surroundings.drew()
+        self._surroundings.restore()
+        if drew or mode.unmatched:
+            return
+        for k, i in enumerate(self._kept):
+            self._require_near(k, few, ROWS, ours.losses[i], self._samples, base.eps)
+        if ours.credit and not ours.astray:
+            self._require_credit_near(mixture, ours.credit[-1], level, self._samples, base.eps, drawn)
+
     def _require_credit_near(
-        self, ours: Gradient, theirs: Gradient, level: Sequence[float], others: int, eps: float
-    ) -> None:
+        self, ours: Gradient, theirs: Gradient, level: Sequence[float], others: int, eps: float,
+        draws: Draws | None = None,
+    ) -> None:  # fmt: skip
         """A mixture of rows has the gradient among so many others that it has among ours."""
         if not np.isfinite(size(ours)) or apart(theirs, ours, reshaped(eps)) is None:
             return  # one odd row among ours is enough for that; they are looked at without it
-        if distance(ours, theirs) <= 8 * max(distance(ours, each) for each in self._nudged(eps, level)):
+        if distance(ours, theirs) <= 8 * max(distance(ours, each) for each in self._nudged(eps, level, draws)):
             return
         raise UnsupportedModel(_PLACE.format(f"among {others} rows" if others > 1 else "alone", ROWS))
 
@@ -512,14 +534,20 @@ class Look:
             self._ahead = 2**k if counts else 0
             i = k % ROWS
             own, mode = Numbered(self._seed), Numbered(self._seed)
-            ours = self._run(own, self._rows)
-            left = self._surroundings.left_behind()
+            ours, sent, left = self._sent_plainly(own, self._rows, i)
             data = replaced(self._rows, take(self._batch, self._rng.integers(self._samples, size=ROWS).tolist()), [i])
-            losses = self._run(mode, data)
-            theirs = self._surroundings.left_behind()
+            losses, theirs, left_then = self._sent_plainly(mode, data, i)
             self._unmoved(own, mode, self._rows, data, ours, losses, i)
-            self._surroundings.compare(left, theirs)
+            self._surroundings.compare(left, left_then)
+            if apart(sent, theirs, reshaped(max(own.eps, mode.eps))) is not None:
+                self._refuse_gradient(self._rows, data, i)
         self._seed, self._ahead, self._afresh = seed, 0, False
+
+    def _sent_plainly(self, mode: Numbered, data: Any, i: int) -> tuple[Tensor, Gradient, Any]:
+        """The losses of a run, what that of row i sends to the parameters, and what the run has left behind."""
+        losses = self._run(mode, data)
+        sent = gradient(losses, [float(k == i) for k in range(len(losses))], self._subject.parameters)
+        return losses, sent, self._surroundings.left_behind()
 
     def _refuse(self, ours: Any, theirs: Any, i: int) -> None:
         """Say where samples meet; unless the forward is another each time, on the very same rows."""
@@ -570,7 +598,7 @@ class Look:
         """Rows as batches of one: the rarest, and another. What these send to the parameters."""
         found = []
         for i in (1,) if self._again else (1, 0):
-            mode = self._numbered(draws=(base.draws, i, ROWS))
+            mode = self._numbered(draws=(base.draws, [i], ROWS))
             try:
                 alone = self._run(mode, take(self._rows, [i]))
                 theirs = gradient(alone, [1.0], self._subject.parameters)
@@ -595,14 +623,14 @@ class Look:
         self._surroundings.restore()
         return bool(apart.detach().double().abs() <= 8 * (torch.stack(losses[1:]) - losses[0]).abs().max())
 
-    def _nudged(self, eps: float, level: Sequence[float]) -> list[Gradient]:
+    def _nudged(self, eps: float, level: Sequence[float], draws: Draws | None) -> list[Gradient]:
         """The gradient of a mixture of our rows with inputs and parameters off by rounding: units that are nearly zero
         switch."""
         found = []
         for k, data in enumerate(self._inputs_nudged(eps)[1:]):
             values = {n: self._off_by(eps, p.detach(), k).requires_grad_() for n, p in self._subject.parameters.items()}
             with reparametrized(self._subject.model, values):
-                losses = self._run(Numbered(self._seed), data)
+                losses = self._run(Numbered(self._seed, draws=draws), data)
             found.append(gradient(losses, level, values))
             self._surroundings.restore()
         return found

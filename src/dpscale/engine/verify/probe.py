@@ -32,6 +32,8 @@ from dpscale.engine.verify.randomness import host_states, seed_torch, torch_stat
 
 Shapes = tuple[torch.Size, ...]
 
+Draws = tuple[Mapping[int, Tensor], Sequence[int], int]
+
 _DROPOUT = {f"{name}dropout{end}" for name in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
 
 
@@ -113,13 +115,11 @@ class Numbered(ParameterOps):
     Args:
         seed: of the run; operations draw alike in runs of the same seed. None: nothing draws, which saves to look
             after every operation; `DrewUnseen` is raised at the end if something did.
-        draws: random numbers of another run, by their number, and which of its rows this run has.
+        draws: random numbers of another run, by their number, which of its rows this run has, and how many it has.
         keep: hold what every operation gave, to find out where samples meet.
     """
 
-    def __init__(
-        self, seed: int | None, *, draws: tuple[Mapping[int, Tensor], int, int] | None = None, keep: bool = False
-    ) -> None:
+    def __init__(self, seed: int | None, *, draws: Draws | None = None, keep: bool = False) -> None:
         super().__init__()
         self._number(seed, draws, keep)
 
@@ -133,7 +133,7 @@ class Numbered(ParameterOps):
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
         self._drew = 0
         self._start: Any = None
-        self._given: tuple[Mapping[int, Tensor], int, int] | None = draws
+        self._given: Draws | None = draws
         self._seed, self._keep = seed, keep
 
     def __torch_function__(
@@ -220,7 +220,7 @@ class Numbered(ParameterOps):
         self.draws[self._drew] = drawn.clone()
         if self._given is None:
             return drawn
-        draws, row, rows = self._given
+        draws, rows, count = self._given
         other: Tensor | None = draws.get(self._drew)
         if other is None or other.ndim != drawn.ndim:
             self.unmatched = True
@@ -229,10 +229,12 @@ class Numbered(ParameterOps):
         if not longer:
             return other
         d = longer[0]
-        if len(longer) > 1 or other.shape[d] != rows * drawn.shape[d]:
+        each, rest = divmod(drawn.shape[d], len(rows))
+        if len(longer) > 1 or rest or other.shape[d] != count * each:
             self.unmatched = True
             return drawn
-        return other.narrow(d, row * drawn.shape[d], drawn.shape[d])
+        places = [row * each + k for row in rows for k in range(each)]
+        return other.index_select(d, torch.tensor(places, device=other.device))
 
 
 def _without_hidden_dropout(
