@@ -292,7 +292,7 @@ def test_the_noise_of_an_empty_draw_is_that_of_any_other(dtype):
 def test_rows_are_those_drawn_and_nothing_else():
     rows = data().tensors[0]
     for micro_batch in (None, 5):
-        run, seen = private(micro_batch=micro_batch), []
+        run, seen = private(micro_batch=micro_batch, compile=False), []
 
         def noted(model, batch):
             seen.append(len(batch[0]))  # noqa: B023

@@ -361,7 +361,7 @@ def test_trap_17_autocast_neither_fails_nor_lowers_the_precision_of_norms(family
     batch = batch if isinstance(what.batch(1), dict) else tuple(batch.values())
 
     def loss(m, b):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return what.loss(m, b).float()
 
     out = dpscale.scaled_sum(model, loss, batch, dpscale.Clip(C=torch.inf))

@@ -11,10 +11,12 @@ from torch._dynamo.utils import counters
 import dpscale
 from dpscale.engine import Engine
 from dpscale.engine.reference import per_sample_gradients
+from dpscale.engine.rules import convolution, linear
 from dpscale.noise import Key, Noise
 from dpscale.shapes import Sizes
 
 from ..helpers import data, loss_fn, mlp, vector
+from ..seeding import seeded
 
 N, BATCH = 400, 16
 RULE = dpscale.Clip(C=0.5)
@@ -158,6 +160,29 @@ def test_what_was_decided_by_the_size_of_the_example_holds_for_such_sizes_alone(
         out = engine.scaled_sum(loss_fn, batch, RULE, keep=True)
         torch.testing.assert_close(out.losses, loss_fn(model, batch).detach())
     assert len(made) == 3  # for any size up to 20, for 40, for 30
+
+
+@pytest.mark.parametrize(("where", "limit", "numbers", "layer", "shape"), [
+    (convolution, "SMALL", 16 * 49, nn.Conv2d(4, 12, 3, padding=1), (4, 7, 7)),  # input and output gradient of a sample
+    (convolution, "CHUNK", 4 * 9 * 49, nn.Conv2d(4, 12, 3, padding=1), (4, 7, 7)),  # its patches
+    (convolution, "CHUNK", 36**2, nn.Conv2d(16, 16, 3, padding=1), (16, 4, 4)),  # inner products of its pixels
+    (linear, "CHUNK", 4 * 3, nn.Linear(4, 3), (8, 4)),  # its gradient
+])  # fmt: skip
+def test_what_is_chosen_by_the_memory_that_it_takes_is_chosen_for_all_sizes(
+    monkeypatch, where, limit, numbers, layer, shape
+):
+    """Where a limit lies between two sizes of a run, one step computes them all."""
+    rows = Sizes.of(dpscale.Poisson(size=N, batch=64)).rows
+    monkeypatch.setattr(convolution, "SMALL", 0)
+    monkeypatch.setattr(where, limit, numbers * (rows[0] + 1))
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3))
+    model(torch.zeros(1, *shape))
+    made, engine = [], Engine(model, compile=lambda graph, inputs: made.append(graph) or graph, any_size=64)
+    for count in rows:
+        batch = torch.randn(count, *shape, generator=seeded()), torch.arange(count) % 3
+        ours = engine.scaled_sum(loss_fn, batch, RULE, keep=True)
+        torch.testing.assert_close(ours.grads, dpscale.scaled_sum(model, loss_fn, batch, RULE).grads)
+    assert len(made) == 1
 
 
 def test_len_is_pythons_own_again():

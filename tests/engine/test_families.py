@@ -18,6 +18,7 @@ from dpscale.engine.engine import engine_of
 from dpscale.engine.reference import per_sample_gradients
 from dpscale.scaling import Scaling
 
+from ..seeding import seeded
 from .cases import SCALINGS, check_sample_by_sample, loss_fn
 from .families import (
     FAMILIES,
@@ -97,7 +98,11 @@ def prepared(family, precision):
     what = FAMILIES[family]
 
     def loss(model, batch):
-        auto = torch.autocast("cpu", torch.bfloat16) if "autocast" in precision else contextlib.nullcontext()
+        auto = (
+            torch.autocast(torch.get_default_device().type, torch.bfloat16)
+            if "autocast" in precision
+            else contextlib.nullcontext()
+        )
         with auto:
             return what.loss(model, batch).to(dtype)
 
@@ -336,7 +341,7 @@ def test_coupling_of_tokens_that_begins_with_larger_batches():
         return self.head(h - h.mean(0) if len(x) > 3 else h - h.mean(1, keepdim=True))
 
     model = make(Family(lambda: Of(run, table=nn.Embedding(9, 4), head=nn.Linear(4, 2)), text))
-    tokens = torch.randint(0, 9, (8, 5), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 9, (8, 5), generator=seeded())
     with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled"):
         dpscale.scaled_sum(model, loss_fn, (tokens,), SCALINGS[0])
 
@@ -495,7 +500,7 @@ def test_models_in_low_precision_stay_within_the_bound(family, dtype):
 
 def autocast(loss):
     def run(model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return loss(model, batch).float()
 
     return run
@@ -523,7 +528,7 @@ def test_operations_without_a_rule_are_replayed_under_the_autocast_they_ran_unde
 def test_autocast_around_the_call_finds_no_casts_of_a_look():
     """Autocast remembers the weights it has cast; those of a look must not be there after an update."""
     model, (x,) = nn.Linear(4, 2, bias=False), floats(4)(4)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         dpscale.scaled_sum(model, loss_fn, (x.float(),), SCALINGS[0])
         model.weight.data.zero_()
         assert not model(x.float()).any()
@@ -539,7 +544,7 @@ def test_autocast_around_the_call_does_not_reach_the_norms(family):
         return what.loss(m, b).float()
 
     inside = dpscale.scaled_sum(model, autocast(what.loss), batch, SCALINGS[0])
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         around = dpscale.scaled_sum(model, loss, batch, SCALINGS[0])
         ones = [(rule, dpscale.scaled_sum(model, loss, tree_map(lambda t: t[:1], batch), rule)) for rule in SCALINGS]
     torch.testing.assert_close(around.norms, inside.norms, rtol=1e-5, atol=0)

@@ -830,15 +830,15 @@ def test_a_table_has_the_features_of_what_the_tensors_hold_now():
     data = torch.randn(50, 3, 4), torch.randint(-2, 9, (50, 6)), torch.rand(50, 2) > 0.5
     data[0][7, 1, 2], data[0][9, 0, 0] = float("nan"), float("-inf")
     table, indices = FeatureTable(data), np.array([3, 7, 9, 40])
-    np.testing.assert_array_equal(table[indices], features([t[torch.from_numpy(indices)] for t in data]))
+    np.testing.assert_array_equal(table[indices], features([t[torch.from_numpy(indices)] for t in data], wait=True))
     data[1][:] = 5
-    np.testing.assert_array_equal(table[np.arange(50)], features(data))
+    np.testing.assert_array_equal(table[np.arange(50)], features(data, wait=True))
 
 
 def test_features_are_counts_and_extremes():
     x = torch.tensor([[0.0, -1.5, 2.0, 0.0], [float("nan"), -3.0, 1.0, 0.0], [float("inf"), 1.0, 1.0, 1.0]])
     huge = torch.finfo(torch.float32).max
     expected = [[1, 2, 1, -1.5, 2], [0, 2, 1, -3, 1], [0, 4, 0, 1, huge]]  # finite, not 0, negative, least, greatest
-    np.testing.assert_array_equal(features([x]), expected)
-    np.testing.assert_array_equal(features([x == 0]), [[2], [1], [0]])
-    np.testing.assert_array_equal(features([torch.tensor([[3, 0, -7]])]), [[2, 1, -7, 3]])
+    np.testing.assert_array_equal(features([x], wait=True), expected)
+    np.testing.assert_array_equal(features([x == 0], wait=True), [[2], [1], [0]])
+    np.testing.assert_array_equal(features([torch.tensor([[3, 0, -7]])], wait=True), [[2, 1, -7, 3]])

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscale.engine import kernels
+from dpscale.engine.compat import example_size
 from dpscale.engine.rules.base import Call, Rule
 from dpscale.engine.rules.forms import (
     Dense,
@@ -64,6 +65,17 @@ class Patches(Form):
     groups: int
 
     @property
+    def _samples(self) -> int:
+        """About how many there are: each way is right for any number, and a compiled step takes one for all."""
+        return example_size(len(self.x))
+
+    @property
+    def _worth_holding(self) -> bool:
+        """Whether the gradients are no larger than what they are made of, or small."""
+        operands = math.prod(self.x.shape[1:]) + math.prod(self.g.shape[1:])
+        return self._samples * math.prod(self.weight_shape) <= max(self._samples * operands, SMALL)
+
+    @property
     def _patch_numbers(self) -> int:
         """Numbers in one sample's patches: what unfolding costs."""
         positions = self.x.shape[1] * math.prod(self.g.shape[3:])
@@ -97,7 +109,7 @@ class Patches(Form):
     @property
     def _apart(self) -> bool:
         """Whether patches (nearly) do not overlap: unfolding is then one copy."""
-        return len(self.x) * self._patch_numbers <= 2 * self.x.numel()
+        return self._patch_numbers <= 2 * math.prod(self.x.shape[1:])
 
     @property
     def _by_pixels(self) -> bool:
@@ -107,7 +119,7 @@ class Patches(Form):
         else:
             _, patches, pixels = self._costs
             least = pixels <= patches
-        return least and len(self.x) * max(self._padded_area, math.prod(self.g.shape[3:])) ** 2 <= CHUNK
+        return least and self._samples * max(self._padded_area, math.prod(self.g.shape[3:])) ** 2 <= CHUNK
 
     @property
     def _small_maps(self) -> bool:
@@ -142,11 +154,10 @@ class Patches(Form):
         images = self.x.shape[1]
         if 1 < images <= FEW and (added := self._image_by_image(images)) is not None:
             return added
-        numbers = len(self.x) * math.prod(self.weight_shape)
         if self._fast:
             if self._unfolds:
                 return self._kept() if isinstance(self._outer().settle(), Dense) else self
-            if numbers > max(self.x.numel() + self.g.numel(), SMALL):
+            if not self._worth_holding:
                 return self
             x, g, window = self._channels_last()
             products = kernels.keep(x, g, window).unflatten(1, self.weight_shape[2:])
@@ -154,13 +165,13 @@ class Patches(Form):
             return Dense(products, (dims, dims + 1, *range(dims)))
         gradients, patches, pixels = self._costs
         product = gradients - 8 * self._patch_numbers  # an ordinary weight gradient, which keeping the gradients saves
-        if numbers > max(self.x.numel() + self.g.numel(), SMALL) or gradients > min(patches, pixels) + product:
+        if not self._worth_holding or gradients > min(patches, pixels) + product:
             return self
         plane = len(self.stride) == 2 and self.groups == self.x.shape[1] == self.dilation[0] == self.dilation[1] == 1
         wide_rows = self.weight_shape[1] * self.weight_shape[-1] >= 48  # below, the products are too small to pay
         if plane and wide_rows and not self._apart:
             return self._by_kernel_rows()
-        return self._kept() if len(self.x) * self._patch_numbers <= CHUNK else self
+        return self._kept() if self._samples * self._patch_numbers <= CHUNK else self
 
     def _image_by_image(self, images: int) -> Form | None:
         """The gradients of each image, added: one image has faster ways than several. None where they are not kept."""

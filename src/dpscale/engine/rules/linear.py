@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscale.engine import kernels
+from dpscale.engine.compat import example_size
 from dpscale.engine.rules.arithmetic import reduced
 from dpscale.engine.rules.base import Call, Rule
 from dpscale.engine.rules.forms import Dense, Form, as_multiplied, chunks, same, side_by_side, size, slack, wide
@@ -62,7 +63,7 @@ class Outer(Form):
 
     def settle(self) -> Form:
         """The gradients themselves where that is cheaper, if they fit."""
-        numbers = len(self.a_BTI) * self.a_BTI.shape[2] * self.g_BTO.shape[2]
+        numbers = example_size(len(self.a_BTI)) * self.a_BTI.shape[2] * self.g_BTO.shape[2]
         return self if (self.gram and not self._pays) or numbers > CHUNK else self.kept()
 
     @cached_property
