@@ -300,6 +300,18 @@ def test_mixing_behind_zeros_in_large_batches_of_a_model_that_draws_is_refused(n
     assert model.training
 
 
+def turned(h, x):
+    """All rows turn with the first, one way or the other: any other company shows it by chance alone."""
+    return h * torch.where(x[:1, 0, 0] > 0.02, 1.0, -1.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_statistic_that_is_nearly_always_the_same_is_seen_among_nothing_behind_zeros(seed):
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled at"):
+        Engine(model := behind_zeros(turned, lambda x: True)).scaled_sum(loss_fn, batch(seed), RULE)
+    assert model.training
+
+
 def drawing(trick):
     return lambda h, x: trick(h + 0.1 * torch.randn_like(h), x)
 

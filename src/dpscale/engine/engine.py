@@ -33,6 +33,7 @@ from dpscale.engine.arguments import (
 )
 from dpscale.engine.by_sample import sum_by_sample
 from dpscale.engine.combine import Evaluated, ScaledSum, combine, evaluate, exactly, gradients
+from dpscale.engine.compat import reparametrized
 from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.compile.step import Backend, CompiledSum
 from dpscale.engine.compile.worth import Worth
@@ -181,7 +182,9 @@ class Engine:
         with self.writes.own(found), nullcontext() if looks else cold_start():
             compiled = self._compiled if self.compiles and change is None else None
             shares = compiled is None and points is None
-            kind, setting, evaluated = self.trust(subject, found, batch, mask, rows, singles, rest, shares=shares)
+            kind, setting, evaluated = self.trust(
+                subject, found, batch, mask, rows, singles, rest, points, shares=shares
+            )
             checked = self._schedule.looks > looks  # somebody has waited for that, and waits on
             for again in (True, False):
                 if kind in self._obstacles:
@@ -205,11 +208,13 @@ class Engine:
 
     def trust(
         self, subject: Subject, found: Structure, batch: Any, mask: Tensor, rows: Features | None = None,
-        singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (), *, shares: bool = False,
+        singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (), points: Points | None = None, *,
+        shares: bool = False,
     ) -> Trusted:  # fmt: skip
         """Look at the model if a look is due; refuse it if it must not be trained.
 
         Args:
+            points: where gradients are taken, if not at the model as it is: it is looked at there, too.
             shares: whether the caller computes the sum of the batch next, taped and at the model as it is: then the
                 forward and backward of that may serve as a run of the check.
         """
@@ -221,6 +226,9 @@ class Engine:
         if due is None:
             return Trusted(kind, setting)
         evaluated = self.look(subject, batch, mask, kind, rows, due, singles, rest, shares=shares)
+        for coefficient, values in points or ():
+            if values is not None and coefficient != 0:
+                self.look(_at(subject, values), batch, mask, kind, rows, due, singles, rest)
         setting = Setting.of(structure(subject.model), subject.loss_fn, batch)  # as those forwards have left it
         return Trusted(kind, setting, evaluated)
 
@@ -255,6 +263,7 @@ class Engine:
             if own is not None:
                 own.drop()
             raise
+        self.writes.note_zeros(subject.parameters)
         self._schedule.looked(time.perf_counter() - start - (own.seconds if own else 0.0))
         return own.evaluated if own else None
 
@@ -315,6 +324,17 @@ class Engine:
                 }
                 forms = {n: Dense(g) for n, g in change(whole, slice(0, len(mask))).items()}
             return combine(forms, rule, mask, parameters, losses)
+
+
+def _at(subject: Subject, values: Mapping[str, Tensor]) -> Subject:
+    """The model with other values for its parameters."""
+    leaves = {n: values[n].detach().requires_grad_() for n in subject.parameters}
+
+    def run(data: Any) -> Tensor:
+        with reparametrized(subject.model, leaves):
+            return subject.run(data)
+
+    return Subject(subject.model, leaves, run, subject.loss_fn)
 
 
 _engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()

@@ -7,7 +7,7 @@ what it depends on, and only that is looked over again.
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -89,7 +89,8 @@ def structure(model: nn.Module) -> Structure:
 class Writes:
     """How often somebody wrote into the tensors of a model between its sums: a switch may be a tensor.
 
-    Into the constants at any time; into the parameters between an optimizer's step and the next sum.
+    Into the constants at any time; into the parameters between an optimizer's step and the next sum; and by anybody
+    into a parameter that was all zeros: it may have hidden what comes before it.
     """
 
     def __init__(self) -> None:
@@ -97,6 +98,7 @@ class Writes:
         self._found: Structure | None = None  # at the last sum
         self._constants: list[int] = []  # versions then
         self._stepped: list[int] | None = None  # of the parameters after the optimizer's last step
+        self._zeros: list[Tensor] = []
 
     def count(self, found: Structure) -> int:
         """Before a sum."""
@@ -104,7 +106,13 @@ class Writes:
             written = self._stepped is not None and self._stepped != self._trained(found)
             self.times += written or self._constants != self._held(found)
         self._stepped = None
+        if self._zeros and any(bool(t.any()) for t in self._zeros):
+            self.times, self._zeros = self.times + 1, []
         return self.times
+
+    def note_zeros(self, parameters: Mapping[str, Tensor]) -> None:
+        """At a check: which parameters hide something."""
+        self._zeros = [p for p in parameters.values() if not bool(p.detach().any())]
 
     @contextmanager
     def own(self, found: Structure) -> Iterator[None]:

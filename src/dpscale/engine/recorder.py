@@ -241,8 +241,10 @@ def tensors_of(output: Any, depth: int = 4) -> Iterator[Tensor]:
     elif depth and isinstance(output, list | tuple):
         for value in output:
             yield from tensors_of(value, depth - 1)
-    elif depth and hasattr(output, "__dict__") and not isinstance(output, type | nn.Module):
-        yield from tensors_of(vars(output), depth - 1)
+    elif depth and not isinstance(output, type | nn.Module):
+        slots = [name for made in type(output).__mro__ for name in getattr(made, "__slots__", ())]
+        held = {name: getattr(output, name) for name in slots if hasattr(output, name)}
+        yield from tensors_of({**held, **getattr(output, "__dict__", {})}, depth - 1)
 
 
 def _has(t: Any, count: int) -> bool:
@@ -251,12 +253,14 @@ def _has(t: Any, count: int) -> bool:
 
 
 def _projected(output: Any, samples: int, each: int = 1) -> Tensor:
-    """One number per sample of a model's outputs, in which every entry counts; what has no rows does not."""
+    """One number per sample of a model's outputs, in which every entry that is finite counts, the larger the less; what
+    has no rows does not."""
     rows = [t for t in tensors_of(output) if _has(t, samples * each) and t.is_floating_point()]
     total = torch.zeros(samples, dtype=torch.float32, device=rows[0].device if rows else None)
     for t in rows:
         flat = t.reshape(samples, -1)
         wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        wide = torch.asinh(wide.where(torch.isfinite(wide), 0.0))  # masked logits hide nothing, nor do huge values
         weights = torch.cos(torch.arange(flat.shape[1], device=flat.device, dtype=wide.dtype))
         total = total + (wide * weights).sum(1)
     return total

@@ -176,6 +176,7 @@ class Look:
         self._rng = np.random.default_rng(seed)
         self._rows = take(batch, self._kept)
         self._moved: tuple[Any, Any, int] | None = None
+        self._apart_among_nothing: tuple[Any, int] | None = None
         self._samples, self._seeded, self._own_draws, self._drops = count_of(batch), False, False, False
         self._eps, self._odd = 0.0, set[int]()
         self._surroundings = Surroundings(subject.model, subject.loss_fn)
@@ -213,7 +214,7 @@ class Look:
                 "is computed from the model's output without detach() or no_grad()."
             )
         others = [self._in_other_company(i, base, losses, left) for i in range(ROWS)]
-        self._among_nothing(base, losses, left)
+        self._among_nothing(base, losses, left, sent)
         alone = self._alone(base, losses)
         self._collated()
         self._require_no_count(losses)
@@ -225,9 +226,10 @@ class Look:
             sites = places(base, [probe for probe, *_ in others], sent, growth)
             self._check_backward(base, sent, others)
             self._check_credit(base, sites, sent, plain)
+            if self._apart_among_nothing is not None:
+                self._refuse_gradient(self._rows, *self._apart_among_nothing)
             for i, theirs in alone:
-                one = [float(k == i) for k in range(ROWS)]
-                self._require_credit_near(_leaves(sent[i]), theirs, one, 1, base.eps)
+                self._require_credit_near(_leaves(sent[i]), theirs, _one(i), 1, base.eps)
             self._whole_batch(base, losses, sent, sites)
         except Obstacle as obstacle:
             self._give_up_own()
@@ -294,7 +296,7 @@ class Look:
             return {}
         targets: dict[Any, Any] = {(*call.name_of, k): e for call in mode.calls for k, e in call.edges.items()}
         targets |= {("leaf", n): t for n, t in mode.leaves.items()}
-        return gradient(losses, [float(k == i) for k in range(ROWS)], targets)
+        return gradient(losses, _one(i), targets)
 
     # 1, 3, 4: in other company
 
@@ -341,18 +343,27 @@ class Look:
                     self._refuse_gradient(self._rows, data, i)
                 raise UnsupportedModel(_BACKWARD)
 
-    def _among_nothing(self, base: Any, ours: Tensor, left: Any) -> None:
+    def _among_nothing(self, base: Any, ours: Tensor, left: Any, sent: Sequence[Gradient]) -> None:
         """Each row with empty ones around it."""
         for i in range(ROWS):
             mode, data = self._numbered(), replaced(self._rows, neutral(self._rows), [i])
             try:
                 losses = self._run(mode, data)
+                theirs = gradient(losses, _one(i), self._subject.parameters)
             except (UnsupportedModel, DrewUnseen):
                 raise
             except Exception:  # a model need not take them
                 self._surroundings.restore()
                 return
             self._settle(base, mode, data, ours, losses, i, left)
+            mine = _leaves(sent[i])
+            finite = np.isfinite(size(theirs)) and np.isfinite(size(mine))  # nothing may well have no gradient
+            if (
+                isinstance(base, Probe)
+                and finite
+                and apart(theirs, mine, reshaped(max(base.eps, mode.eps))) is not None
+            ):
+                self._apart_among_nothing = data, i
 
     def _unmoved(self, base: Any, mode: Any, ours: Any, theirs: Any, a: Tensor, b: Tensor, i: int) -> None:
         """Refuse a row whose loss is another in other company.
@@ -546,7 +557,7 @@ class Look:
     def _sent_plainly(self, mode: Numbered, data: Any, i: int) -> tuple[Tensor, Gradient, Any]:
         """The losses of a run, what that of row i sends to the parameters, and what the run has left behind."""
         losses = self._run(mode, data)
-        sent = gradient(losses, [float(k == i) for k in range(len(losses))], self._subject.parameters)
+        sent = gradient(losses, _one(i), self._subject.parameters)
         return losses, sent, self._surroundings.left_behind()
 
     def _refuse(self, ours: Any, theirs: Any, i: int) -> None:
@@ -724,6 +735,11 @@ class Look:
         parameters = self._subject.parameters
         targets = {("leaf", n): t for n, t in base.leaves.items()} | {("past", n): t for n, t in parameters.items()}
         return gradient(losses, weights, targets)
+
+
+def _one(i: int) -> list[float]:
+    """Weights of our rows: row i alone."""
+    return [float(k == i) for k in range(ROWS)]
 
 
 def _known(base: Probe, sites: Sequence[Site]) -> Sites:
