@@ -511,3 +511,93 @@ def test_a_forward_that_writes_into_its_batch_gets_it_as_it_was_drawn(how):
                 optimizer.zero_grad()
         trained.append(model.first.weight.detach())
     torch.testing.assert_close(*trained)
+
+
+class Held:
+    __slots__ = ("logits",)
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+HIDDEN_OUTPUTS = {
+    "masked": (lambda o: F.pad(o, (0, 1), value=-torch.inf), lambda r: r),
+    "beside a huge one": (lambda o: (o, o[:, 0] * 0 + 1e9), lambda r: r[0] + 0 * r[1].unsqueeze(1)),
+    "in slots": (Held, lambda r: r.logits),
+    "five deep": (lambda o: [[[[[o]]]]], lambda r: r[0][0][0][0][0]),
+    "time first": (lambda o: (torch.stack([o, o]), o[:, 0] * 0), lambda r: r[0].sum(0)),
+    "flat": (lambda o: (o.flatten(), o[:, 0] * 0), lambda r: r[0].view(-1, 2)),
+}
+
+
+@pytest.mark.parametrize("couples", [True, False])
+@pytest.mark.parametrize("name", HIDDEN_OUTPUTS)
+def test_outputs_in_a_loop_of_ones_own_hide_nothing(name, couples):
+    hide, found = HIDDEN_OUTPUTS[name]
+
+    class Hides(Net):
+        def forward(self, x):
+            o = super().forward(x)
+            return hide(o * (2 + x.mean()) if couples else o)
+
+    def losses(model, batch):
+        return F.cross_entropy(found(model(batch[0])), batch[1], reduction="none")
+
+    model = Hides()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = dpscale.privatize(model, optimizer, plan(sampling=dpscale.Poisson(size=SIZE, batch=24), steps=5), seed=1)
+    refused = couples or name in ("time first", "flat")
+    with pytest.raises(dpscale.UnsupportedModel) if refused else contextlib.nullcontext():
+        for drawn in run.batches(data()):
+            run.backward(losses(model, drawn))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.steps_taken == (0 if refused else 5)
+
+
+def test_a_point_where_samples_meet_is_looked_at():
+    """At the model as it is, zeros hide it, and they do at no other point."""
+
+    class Gated(Net):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Parameter(torch.zeros(()))
+            nn.init.zeros_(self.last.weight)
+
+        def forward(self, x):
+            h = F.gelu(self.first(x))
+            return self.last(h * (1 + self.gate * h.mean()))
+
+    model, (x, y) = Gated(), data().tensors
+    here = dpscale.scaled_sum(model, lambda m, b: loss_fn(m, b) * 1.0, (x[:1], y[:1]), dpscale.Clip(C=1.0))
+    assert here.norms.isfinite().all()
+    there = {n: p.detach() + 0.3 * torch.rand_like(p) for n, p in model.named_parameters()}
+    with pytest.raises(dpscale.UnsupportedModel):
+        dpscale.scaled_sum(model, loss_fn, (x, y), dpscale.Clip(C=1.0), points=[(1.0, there)])
+
+
+def test_zeros_that_open_between_two_powers_of_two_are_looked_behind():
+    """A rate of zero at first, as in a warm-up: nothing moves until the third step."""
+
+    class Twice(Net):
+        def __init__(self):
+            super().__init__()
+            self.mid = nn.Linear(8, 8)
+            for layer in (self.mid, self.last):
+                nn.init.zeros_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+        def forward(self, x):
+            h = F.gelu(self.first(x))
+            return self.last(h.detach() * 0.01 + self.mid(h - h.mean(0)))
+
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run = dpscale.privatize(model, optimizer, plan(sampling=dpscale.Poisson(size=SIZE, batch=24), steps=12), seed=1)
+    released = []
+    with pytest.raises(dpscale.UnsupportedModel):
+        for number, drawn in enumerate(run.batches(data())):
+            optimizer.param_groups[0]["lr"] = 0.5 if number >= 8 else 0.0
+            run.step(drawn, loss_fn)
+            released.append(number)
+    assert max(released) <= 8

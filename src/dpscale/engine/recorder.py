@@ -44,6 +44,7 @@ class Forward:
 
     tape: Tape
     outputs: list[GradientEdge]
+    others: list[GradientEdge]  # of outputs that have no row for each sample
     used: bool = False  # whether a backward came through it
 
 
@@ -133,6 +134,14 @@ class Recorder:
         At first, and every so often, also by every operation that met parameters: a loss may depend on what the model
         keeps to itself, and a hook may change what comes back.
         """
+        if others := [edge for each in forwards for edge in each.others]:
+            sent = torch.autograd.grad([losses.sum()], others, allow_unused=True, retain_graph=True)
+            if any(g is not None and bool(g.any()) for g in sent):
+                raise UnsupportedModel(
+                    "The losses come from an output of the model whose first dimension is not the batch's samples. "
+                    "In a loop of your own only the others can be looked at. Return it with the samples first, or call "
+                    "private.step(batch, loss_fn)."
+                )
         places = [(edge, lambda g: g) for each in forwards for edge in each.outputs]
         if self._checked & (self._checked - 1) == 0:
             places += [place for each in forwards for place in insides(each.tape)]
@@ -195,8 +204,8 @@ class Recorder:
             if tape.lost:
                 self._obstacle = "which operations it runs changes from call to call"
         count = tape.samples * self._each
-        outputs = [get_gradient_edge(t) for t in tensors_of(output) if t.requires_grad and _has(t, count)]
-        forward = Forward(tape, outputs)
+        given = [(get_gradient_edge(t), _has(t, count)) for t in tensors_of(output) if t.requires_grad and t.ndim]
+        forward = Forward(tape, [edge for edge, rows in given if rows], [edge for edge, rows in given if not rows])
         self._forwards = [*self._forwards[-MOST + 1 :], forward]
         passed = partial(_passed, weakref.ref(self), weakref.ref(forward))  # weakly: the graph holds its hooks
         for edge in tape.edges:
@@ -231,7 +240,7 @@ class _Hook:
         return _Hook, ()
 
 
-def tensors_of(output: Any, depth: int = 4) -> Iterator[Tensor]:
+def tensors_of(output: Any, depth: int = 8) -> Iterator[Tensor]:
     """The tensors in what a model returned: containers, dataclasses and namespaces are looked into."""
     if isinstance(output, Tensor):
         yield output
