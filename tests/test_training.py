@@ -615,7 +615,7 @@ def test_samples_that_are_not_finite_do_not_stop_a_loop_of_your_own():
     x, y = data().tensors
     x = x.clone()
     x[0], x[7] = torch.nan, torch.inf
-    step, own = private(steps=20), private(steps=20)
+    step, own = private(steps=20, compile=False), private(steps=20)
     ignored = 0
     for batch in step.batches(TensorDataset(x, y)):
         ignored += int(step.step(batch, loss_fn).ignored)
@@ -721,7 +721,7 @@ def test_an_interrupt_in_the_midst_of_a_forward():
                 raise KeyboardInterrupt
             return super().forward(x)
 
-    run, plain, interrupting = private(Interrupted(*mlp())), private(), False
+    run, plain, interrupting = private(Interrupted(*mlp()), compile=False), private(compile=False), False
     with pytest.raises(KeyboardInterrupt):
         for batch in run.batches(data()):
             losses = loss_fn(run.model, batch)  # the second time, when the model is known and the forward is recorded

@@ -366,7 +366,8 @@ class CompiledSum:
         if not compiled.all_finite():  # a rare sample needs the second look
             return None
         # All are finite, so none was ignored: said on the CPU, where it can be read without waiting.
-        return ScaledSum(grads, norms, weights, losses, torch.zeros((), dtype=torch.int64), rule.bound)
+        none = torch.zeros((), dtype=torch.int64, device="cpu")
+        return ScaledSum(grads, norms, weights, losses, none, rule.bound)
 
     def _compiled(
         self, setting: Setting, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites
