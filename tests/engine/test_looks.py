@@ -838,6 +838,15 @@ def test_no_two_rows_that_are_exchanged_have_the_same_weight(dtype):
         assert (exchanged is not None) == bool((order != torch.arange(8)).any())
 
 
+def test_gradients_that_underflow_are_not_misplaced():
+    """What is lost of them without weights is there with large ones."""
+    x = torch.ones(40, 3, requires_grad=True)
+    inner = 2 * x
+    losses = (inner * 3.3e-20 * (3.1e-25 * (torch.arange(40) % 7)).unsqueeze(1)).sum(1)
+    edge = torch.autograd.graph.get_gradient_edge(inner)
+    assert misplaced(losses, [(edge, lambda g: g)], 0) is None
+
+
 def test_a_table_has_the_features_of_what_the_tensors_hold_now():
     data = torch.randn(50, 3, 4), torch.randint(-2, 9, (50, 6)), torch.rand(50, 2) > 0.5
     data[0][7, 1, 2], data[0][9, 0, 0] = float("nan"), float("-inf")

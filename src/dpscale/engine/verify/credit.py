@@ -140,9 +140,11 @@ def misplaced(
         if not a.shape[1]:
             continue
         apart = _largest(torch.addcmul(b, a, weights.to(a.dtype).unsqueeze(1), value=-1))
-        size = _largest(a) * weights.to(apart.dtype)
+        # Of numbers that underflow in either run little is left to compare: the weak ends of a softmax.
+        own, least = weights.to(apart.dtype), torch.finfo(a.dtype).tiny
+        size = torch.maximum(_largest(a) * own, least * own.clamp(min=1))
         # What is not finite is so whatever its weight: such a sample adds nothing.
-        off = (apart > _rounding(a) * size.clamp(min=torch.finfo(a.dtype).tiny)) & torch.isfinite(apart)
+        off = (apart > _rounding(a) * size) & torch.isfinite(apart)
         if bool(off.any()):
             return int(off.nonzero()[0])
     return None
