@@ -149,7 +149,7 @@ class Glance:
             self._surroundings.left_behind()
         (theirs, credit), (ours, own) = found
         return few.unmatched or (
-            all(self._near(theirs[i], ours[k], ours) for k, i in enumerate(self._kept))
+            all(self._near(theirs[i], ours[k], theirs) for k, i in enumerate(self._kept))
             and apart(credit, own, reshaped(self._eps)) is None
         )
 
@@ -159,7 +159,7 @@ class Glance:
         """Whether our rows have the losses and gradients that they have among few, and the one in the middle alone."""
         (loss, alone), middle = self._alone(rows), ROWS // 2
         return (
-            all(self._near(whole.losses[i], few.losses[k], few.losses) for k, i in enumerate(self._kept))
+            all(self._near(whole.losses[i], few.losses[k], whole.losses) for k, i in enumerate(self._kept))
             and self._near(few.losses[middle], loss, few.losses)
             and apart(alone, each[middle], reshaped(self._eps)) is None
             and apart(credited(whole, by_row(self._kept, level)), added(each, level), reshaped(self._eps)) is None

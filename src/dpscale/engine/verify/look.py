@@ -481,7 +481,7 @@ class Look:
         if base.drops:
             ours = self._whole(known, base, self._batch, [by_row(self._kept, level)], bare=True)
         for k, i in enumerate(self._kept):
-            self._require_near(k, few, ROWS, ours.losses[i], self._samples, base.eps)
+            self._require_near(k, few, ROWS, ours.losses[i], self._samples, base.eps, ours.losses)
         if ours.credit and not ours.astray:
             mixture = added([_leaves(each) for each in sent], level)
             self._require_credit_near(mixture, ours.credit[-1], level, self._samples, base.eps)
@@ -497,7 +497,7 @@ class Look:
         if drew or mode.unmatched:
             return
         for k, i in enumerate(self._kept):
-            self._require_near(k, few, ROWS, ours.losses[i], self._samples, base.eps)
+            self._require_near(k, few, ROWS, ours.losses[i], self._samples, base.eps, ours.losses)
         if ours.credit and not ours.astray:
             self._require_credit_near(mixture, ours.credit[-1], level, self._samples, base.eps, drawn)
 
@@ -508,13 +508,16 @@ class Look:
         """A mixture of rows has the gradient among so many others that it has among ours."""
         if not np.isfinite(size(ours)) or apart(theirs, ours, reshaped(eps)) is None:
             return  # one odd row among ours is enough for that; they are looked at without it
-        if distance(ours, theirs) <= 8 * max(distance(ours, each) for each in self._nudged(eps, level, draws)):
+        if distance(ours, theirs) <= 8 * max(distance(ours, each) for _, each in self._nudged(eps, draws, level)):
             return
         raise UnsupportedModel(_PLACE.format(f"among {others} rows" if others > 1 else "alone", ROWS))
 
-    def _require_near(self, i: int, ours: Tensor, rows: int, theirs: Tensor, others: int, eps: float) -> None:
-        """A row among so many others has the loss that it has among ours."""
-        if near(ours[i], theirs, ours, eps) or self._by_rounding(i, ours[i] - theirs, eps):
+    def _require_near(
+        self, i: int, ours: Tensor, rows: int, theirs: Tensor, others: int, eps: float, among: Tensor | None = None
+    ) -> None:
+        """A row among so many others, with these losses, has the loss that it has among ours."""
+        scale = ours if among is None else torch.cat([ours, among.to(ours.dtype)])
+        if near(ours[i], theirs, scale, eps) or self._by_rounding(i, ours[i] - theirs, eps):
             return
         raise UnsupportedModel(
             f"The loss of a sample is {ours[i].item():.6g} among {rows} rows and {theirs.item():.6g} "
@@ -629,26 +632,25 @@ class Look:
         return found
 
     def _by_rounding(self, i: int, apart: Tensor, eps: float) -> bool:
-        """Whether inputs that are off by rounding change the loss of row i as much: large terms that cancel in it."""
-        losses = [self._run(Numbered(self._seed), data)[i].detach().double() for data in self._inputs_nudged(eps)]
+        """Whether inputs and parameters that are off by rounding change the loss of row i as much: large terms that
+        cancel in it."""
+        first = self._run(Numbered(self._seed), self._rows)[i].detach().double()
         self._surroundings.restore()
-        return bool(apart.detach().double().abs() <= 8 * (torch.stack(losses[1:]) - losses[0]).abs().max())
+        losses = [losses[i].detach().double() for losses, _ in self._nudged(eps, None, [])]
+        return bool(apart.detach().double().abs() <= 8 * (torch.stack(losses) - first).abs().max())
 
-    def _nudged(self, eps: float, level: Sequence[float], draws: Draws | None) -> list[Gradient]:
-        """The gradient of a mixture of our rows with inputs and parameters off by rounding: units that are nearly zero
-        switch."""
+    def _nudged(self, eps: float, draws: Draws | None, level: Sequence[float]) -> list[tuple[Tensor, Gradient]]:
+        """Losses, and the gradient of a mixture, of our rows with inputs and parameters off by rounding: units that are
+        nearly zero switch."""
         found = []
-        for k, data in enumerate(self._inputs_nudged(eps)[1:]):
+        for k in range(3):
+            data = tree_map(partial(self._off_by, eps, seed=k), self._rows)
             values = {n: self._off_by(eps, p.detach(), k).requires_grad_() for n, p in self._subject.parameters.items()}
             with reparametrized(self._subject.model, values):
                 losses = self._run(Numbered(self._seed, draws=draws), data)
-            found.append(gradient(losses, level, values))
+            found.append((losses.detach(), gradient(losses, level, values) if level else {}))
             self._surroundings.restore()
         return found
-
-    def _inputs_nudged(self, eps: float) -> list[Any]:
-        """Our rows, and three times our rows off by rounding."""
-        return [self._rows, *(tree_map(partial(self._off_by, eps, seed=k), self._rows) for k in range(3))]
 
     def _off_by(self, eps: float, t: Any, seed: int) -> Any:
         if not isinstance(t, Tensor) or not t.is_floating_point():

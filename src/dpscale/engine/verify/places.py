@@ -134,7 +134,11 @@ def _layout(
 def _moved(call: ProbedCall, ours: Tensor, theirs: Tensor) -> Tensor:
     if ours.shape != theirs.shape:
         raise Obstacle(f"the shape of {call.name} depends on the values in the batch")
-    return changed(ours, theirs)
+    moved = changed(ours, theirs)
+    if ours.is_cuda and ours.is_floating_point():  # some kernels of attention add up in another order each time
+        least = 4 * max(torch.finfo(ours.dtype).eps, 2.0**-13) * torch.maximum(ours.abs(), theirs.abs()).amax()
+        moved &= ~((ours - theirs).abs() <= least)
+    return moved
 
 
 def keeps(moved: Tensor, more: torch.Size, samples: int, i: int) -> bool:
