@@ -453,10 +453,13 @@ class Private:
         state.missing(draw, batch.part if isinstance(batch, Batch) else None)
         if state.charged(draw) > self.steps:
             raise self._exhausted()
-        overwritten = {id(self._ranks.stored(p)) for p in parameters.values()}
-        steered = (p for group in self.optimizer.param_groups for p in group["params"])
-        self._guard.check(p for p in steered if id(p) not in overwritten)
+        self._guard.check(self._not_released(parameters))
         return draw
+
+    def _not_released(self, parameters: Parameters) -> Iterator[Tensor]:
+        """What the optimizer steers whose gradient a release leaves as it is."""
+        released = {id(self._ranks.stored(p)) for p in parameters.values()}
+        yield from (p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in released)
 
     def _summed(self, batch: Batch, loss_fn: LossFn, parameters: Parameters, momentum: MomentumState) -> ScaledSum:
         """The sum over the samples drawn; in smaller parts, from now on, where it does not fit into memory."""
@@ -539,9 +542,7 @@ class Private:
             self._state.noise.add(part, self.plan.noise_std, step, shard)
         momentum.release(sums)
         foreach_div_(list(sums.values()), self.plan.expected_batch)
-        for name, mean in sums.items():
-            self._ranks.set_gradient(parameters[name], mean)
-        self._guard.released(self._ranks.stored(parameters[name]) for name in sums)
+        self._guard.released(self._ranks.set_gradients(sums, parameters))
 
     def _momentum_state(self, parameters: Parameters, samples: int) -> MomentumState:
         """What the momentum remembers, made at the first step: only then is the model where it stays."""
