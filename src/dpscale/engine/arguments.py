@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpscale.checks import complaint, require
+from dpscale.checks import complaint
 from dpscale.engine.compat import is_tree_node, register_tree_node, tree_leaves, tree_structure
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.modules import PLAIN, Structure
@@ -32,9 +32,10 @@ def check_loss_fn(owner: str, loss_fn: Any) -> None:
     """It is called with a model and a batch. What is usually given by mistake takes outputs and labels."""
     made = loss_fn if isinstance(getattr(loss_fn, "__module__", None), str) else type(loss_fn)
     of_outputs = made.__module__ in ("torch.nn.modules.loss", "torch.nn.functional")
-    ok, got = callable(loss_fn) and not of_outputs, getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    action = "Write def loss_fn(model, batch): x, y = batch; return cross_entropy(model(x), y, reduction='none')."
-    require(ok, owner, "loss_fn", "a function of the model and a batch", got, action)
+    if of_outputs or not callable(loss_fn):
+        got = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        action = "Write def loss_fn(model, batch): x, y = batch; return cross_entropy(model(x), y, reduction='none')."
+        raise complaint(owner, "loss_fn", "a function of the model and a batch", got, action)
 
 
 def require_finite(model: nn.Module) -> None:
