@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from dpscale.engine.compat import CHECKPOINT_GENERATOR, is_tree_node, tree_flatten, tree_unflatten, version
+from dpscale.engine.compat import CHECKPOINT_GENERATOR, tree_flatten, tree_unflatten, version
 from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.layout import Layout
 from dpscale.engine.rules import Rule
@@ -166,24 +166,24 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
                 yield item
 
 
+_LEAVES = {Tensor, torch.nn.Parameter, int, float, bool, complex, str, type(None), torch.dtype, torch.device}
+
+
 def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """As `tree_flatten((args, kwargs))`, ten times as fast where no container is in another, as nearly always."""
+    """As `tree_flatten((args, kwargs))`, faster where plain values stand in it, and tuples and lists of those."""
     leaves: list[Any] = []
     held: list[tuple[type, int] | None] = []
     for value in (*args, *kwargs.values()):
-        if type(value) in (tuple, list) and not any(map(_is_container, value)):
-            leaves += value
-            held.append((type(value), len(value)))
-        elif _is_container(value):
-            return tree_flatten((args, kwargs))
-        else:
+        made = type(value)
+        if made in _LEAVES:
             leaves.append(value)
             held.append(None)
+        elif made in (tuple, list) and _LEAVES.issuperset(map(type, value)):
+            leaves += value
+            held.append((made, len(value)))
+        else:
+            return tree_flatten((args, kwargs))
     return leaves, (held, tuple(kwargs))
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (tuple, list, dict)) or is_tree_node(type(value))
 
 
 def rebuilt(leaves: Sequence[Any], spec: Any) -> tuple[Args, Kwargs]:
