@@ -22,7 +22,7 @@ from dpscale.card import make as make_card
 from dpscale.checks import complaint, out_of_memory, plain_number, require, require_count
 from dpscale.distributed import Description, Ranks, unwrapped
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
-from dpscale.engine.arguments import check_loss_fn, tensors_in
+from dpscale.engine.arguments import check_loss_fn, plain_tensors, tensors_in
 from dpscale.engine.compat import foreach_add_, foreach_div_
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.modules import Structure, structure
@@ -319,7 +319,8 @@ class Private:
                 draw = self._claim_draw(batch, rows_of(data), parameters)
                 momentum = self._momentum_state(parameters, len(draw.mask))
                 batch = batch if isinstance(batch, Batch) else Batch(data, draw)
-                loss_fn = over_packed(loss_fn) if holds(data, Padded) else loss_fn
+                if plain_tensors(data) is None and holds(data, Padded):
+                    loss_fn = over_packed(loss_fn)
                 if draw.shares is not None:
                     self._engine.recorder.require_order(tensors_in(data))
                     batch, loss_fn = by_person(batch, loss_fn)
@@ -485,7 +486,9 @@ class Private:
             return _nothing(parameters, device_of(data), self.plan.bound)
         points = momentum.points()
         padding = self._padding if self._engine.compiles and not self._state.per_sample else None
-        split = (padding.sizes if padding else Sizes((self._micro_batch or count,))).parts(count)
+        split = [(slice(0, count), count)]
+        if padding or (self._micro_batch or count) < count:
+            split = (padding.sizes if padding else Sizes((self._micro_batch or count,))).parts(count)
         parts: list[ScaledSum] = []
         rest = [part_of(data, rows, count) for rows, _ in split[1:]] if batch.singles else []
         found = [self._structure]  # as it is until the first forward
