@@ -2,18 +2,21 @@
 
     python benchmarks/host.py                              # a small CNN and a ViT
     python benchmarks/host.py --tasks vit-s16 --profile    # and where the time goes
+    python benchmarks/host.py --tasks tiny-cnn --eager     # an eager step, with its operations
 
 A step waits for the device once, to learn whether every norm is finite; what the host does from there to the start of
 the next step leaves the device idle unless noise and update take longer. Here the compiled step is replaced by its
 answer, computed once, and the noise is not drawn: what is left is `private.batches` and `private.step` as users call
-them, with momentum and SGD, on tensors of a few numbers each. Processor time of this thread, the least of five runs.
+them, with momentum and SGD, on tensors of a few numbers each. Processor time of this thread, the least of many runs.
 """
 
 import argparse
 import cProfile
 import pstats
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +30,19 @@ from dpscale.engine import Engine
 from dpscale.engine.compile.finite_flag import publish
 from dpscale.lab.models import normed_cnn
 from dpscale.momentum import HeavyBall
+from dpscale.training import Private
 from models import GPT2, ViT
 
-STEPS, RUNS = 100, 5
+STEPS, RUNS = 10, 100
+
+
+def tiny_cnn() -> nn.Module:
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 10))
+
+
 TASKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "tiny-cnn": (tiny_cnn, (1, 8, 8)),
     "mnist-cnn": (normed_cnn, (1, 28, 28)),
     "vit-s16": (lambda: ViT(width=12, heads=2, image=32), (3, 32, 32)),
     "gpt2": (lambda: GPT2(vocabulary=101, width=12, heads=2, length=8), (8,)),
@@ -55,49 +67,71 @@ def answered(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[...,
     return run
 
 
-def stepping(name: str) -> tuple[Callable[[], None], nn.Module]:
+def stepping(name: str, eager: bool) -> tuple[Callable[[], None], nn.Module]:
     make, shape = TASKS[name]
     torch.manual_seed(0)
     model = make()
     x = torch.randint(0, 100, (64, *shape)) if len(shape) == 1 else torch.randn(64, *shape)
     plan = dpscale.Plan(
         scaling=dpscale.PSASC(C=1.0, s=0.5, r=1e-3), sampling=dpscale.Poisson(size=64, batch=16),
-        steps=(RUNS + 1) * STEPS + 10, noise_multiplier=1.0, momentum=HeavyBall(gamma1=0.1),
+        steps=(RUNS + 20) * STEPS, noise_multiplier=1.0, momentum=HeavyBall(gamma1=0.1),
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
-    private = dpscale.privatize(model, optimizer, plan, seed=0, compile=True)
-    private._engine = Engine(model, compile=answered)
+    private = dpscale.privatize(model, optimizer, plan, seed=0, compile=not eager)
+    if not eager:
+        private._engine = Engine(model, compile=answered)
     batches = iter(private.batches(TensorDataset(x, torch.randint(0, 10, (64,)))))
 
     def step() -> None:
         private.step(next(batches), losses)
 
-    for _ in range(10):
+    for _ in range(3 * STEPS):
         step()
     return step, model
+
+
+def crossed(step: Callable[[], None]) -> int:
+    """Files of the library whose functions are entered in `Private.step`; the fewest of some steps, as some check."""
+    package, fewest, inside = str(Path(dpscale.__file__).parent), sys.maxsize, Private.step.__code__
+    for _ in range(STEPS):
+        files, within = set[str](), False
+
+        def entered(frame: Any, event: str, _: Any, files: set[str] = files) -> None:
+            nonlocal within
+            if frame.f_code is inside:
+                within = event == "call"
+            if within and event == "call" and frame.f_code.co_filename.startswith(package):
+                files.add(frame.f_code.co_filename)
+
+        sys.setprofile(entered)
+        step()
+        sys.setprofile(None)
+        fewest = min(fewest, len(files))
+    return fewest
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"of {', '.join(TASKS)}")
     parser.add_argument("--profile", action="store_true", help="list the functions that take longest")
+    parser.add_argument("--eager", action="store_true", help="time an eager step, its operations included")
     args = parser.parse_args()
     unknown = sorted(set(args.tasks.split(",")) - set(TASKS))
     if unknown:
         raise SystemExit(f"Unknown: {', '.join(unknown)}. Tasks are {', '.join(TASKS)}.")
     torch.set_num_threads(1)
-    dpscale.noise._standard_normal = lambda *_: lambda numbers: numbers  # type: ignore[assignment]
-    print(f"torch {torch.__version__}, {'task':<10} {'tensors':>8} {'modules':>8} {'ms a step':>10}")
+    dpscale.noise._standard_normal = lambda *_: Tensor.zero_
+    print(f"torch {torch.__version__}, {'task':<10} {'tensors':>8} {'modules':>8} {'ms a step':>10} {'files':>6}")
     for name in args.tasks.split(","):
-        step, model = stepping(name)
+        step, model = stepping(name, args.eager)
         taken = []
         for _ in range(RUNS):
             start = time.thread_time()
             for _ in range(STEPS):
                 step()
             taken.append(1e3 * (time.thread_time() - start) / STEPS)
-        counts = len(list(model.parameters())), len(list(model.modules()))
-        print(f"{'':<{len(torch.__version__) + 7}} {name:<10} {counts[0]:>8} {counts[1]:>8} {min(taken):>10.2f}")
+        counts = f"{len(list(model.parameters())):>8} {len(list(model.modules())):>8}"
+        print(f"{'':<{len(torch.__version__) + 7}} {name:<10} {counts} {min(taken):>10.2f} {crossed(step):>6}")
         if args.profile:
             profile = cProfile.Profile()
             profile.runcall(lambda step=step: [step() for _ in range(STEPS)])

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.checks import complaint, out_of_memory
 from dpscale.engine import ScaledSum
-from dpscale.engine.arguments import has_rows, over_rows, tensors_in
+from dpscale.engine.arguments import has_rows, over_rows, plain_tensors, tensors_in
 from dpscale.engine.compat import register_tree_node
 from dpscale.engine.verify.randomness import host_states, torch_states
 from dpscale.engine.verify.rows import Features, FeatureTable, blank_of, features, neutral
@@ -159,11 +159,13 @@ class Padding:
 
     def __call__(self, data: Any, count: int, rows: int, summed: Callable[[Any, Tensor], ScaledSum]) -> ScaledSum:
         """What ``summed(data, mask)`` gives for ``count`` rows padded to ``rows``, without what it says of padding."""
-        mask = _counted(rows, device_of(data)) < count
+        mask = _first(count, rows, device_of(data))
         if count < rows and not self._decided:
             self._copies = not self._takes_zeros(padded(data, count, rows), mask, count, summed)
             self._decided = True
         out = summed(padded(data, count, rows, copies=self._copies), mask)
+        if count == rows:
+            return out
         return replace(out, **{name: getattr(out, name)[:count] for name in ("losses", "norms", "weights")})
 
     @staticmethod
@@ -176,10 +178,10 @@ class Padding:
             return False  # if it was not for the zeros, the copies will show it
 
 
-@lru_cache(64)
-def _counted(rows: int, device: torch.device) -> Tensor:
-    """0, 1, …: the same tensor every time, which nobody writes to."""
-    return torch.arange(rows, device=device)
+@lru_cache(256)
+def _first(count: int, rows: int, device: torch.device) -> Tensor:
+    """A mask of so many rows, True for the first: the same tensor every time, which nobody writes to."""
+    return torch.arange(rows, device=device) < count
 
 
 class Collated:
@@ -371,6 +373,8 @@ def device_of(data: Any) -> torch.device:
 
 def part_of(data: Any, part: slice, count: int) -> Any:
     """The rows ``part`` of whatever in a batch has ``count`` of them, lists of plain values included."""
+    if part == slice(0, count) and type(data) is tuple and plain_tensors(data) is not None:
+        return data  # which nobody can take anything out of
     return over_rows(data, lambda rows: rows[part] if has_rows(rows, count) else rows, count)
 
 

@@ -265,8 +265,10 @@ class Ranks:
         self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
     ) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
         """(Whose noise, the sums that get it): the same on every rank, or for this rank's shards its own."""
-        shards = self._shards is not None
-        own = {n: t for n, t in sums.items() if shards and is_sharded(self.stored(parameters[n]))}
+        if self._shards is None:
+            yield None, dict(sums)
+            return
+        own = {n: t for n, t in sums.items() if is_sharded(self.stored(parameters[n]))}
         yield None, {n: t for n, t in sums.items() if n not in own}
         if own:
             yield self.rank, own
@@ -275,13 +277,16 @@ class Ranks:
         """The parameter as the optimizer has it."""
         return p if self._shards is None else self._shards.stored(p)
 
-    def set_gradient(self, p: Tensor, mean: Tensor) -> None:
-        """Hand it to the optimizer."""
-        mean = mean if mean.dtype == p.dtype else mean.to(p.dtype)
-        if self._shards is None:
-            p.grad = mean
-        else:
-            self._shards.set_gradient(p, mean)
+    def set_gradients(self, means: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> list[Any]:
+        """Hand them to the optimizer; the parameters as it has them."""
+        given = [parameters[n] for n in means]
+        for p, mean in zip(given, means.values(), strict=True):
+            mean = mean if mean.dtype == p.dtype else mean.to(p.dtype)
+            if self._shards is None:
+                p.grad = mean
+            else:
+                self._shards.set_gradient(p, mean)
+        return given if self._shards is None else [*map(self._shards.stored, given)]
 
     def give_back(self) -> None:
         """Leave a sharded model in shards, where a forward was not followed by its step."""

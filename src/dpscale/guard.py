@@ -5,7 +5,7 @@ or whether it steps through another one inside.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -76,11 +76,10 @@ class Guard:
         self._watched = set(map(id, parameters))
 
     @staticmethod
-    def released(parameters: Iterable[Tensor]) -> None:
+    def released(parameters: Sequence[Tensor]) -> None:
         """These have a private gradient now, in place of any other."""
-        private = set(map(id, parameters))
-        for guard in _guarding(private):
-            guard._plain -= private
+        for guard in _guarding(parameters):
+            guard._plain.difference_update(map(id, parameters))
             guard._releases += 1
             guard.unapplied = True
 
@@ -107,7 +106,8 @@ class Guard:
     def check_step(self, optimizer: Optimizer, steered: list[Tensor]) -> None:
         """Refuse a step of this optimizer over these parameters."""
         self.check(steered)
-        if any(p.grad is not None and p.requires_grad and id(p) not in self._watched for p in steered):
+        strangers = () if self._watched.issuperset(map(id, steered)) else steered
+        if any(p.grad is not None and p.requires_grad and id(p) not in self._watched for p in strangers):
             raise RuntimeError(
                 "The optimizer holds a parameter that the model does not, with a gradient that is neither bounded nor "
                 "noisy. No step was made. Put it into the model before privatize(), or give it an optimizer of its own."
@@ -120,10 +120,10 @@ class Guard:
                 "loss_fn). Of a batch in parts, every part comes first."
             )
 
-    def applied(self, parameters: set[int]) -> None:
+    def applied(self, parameters: Sequence[Tensor]) -> None:
         """A step over these was made."""
         if not self._public:
-            self._plain -= parameters
+            self._plain.difference_update(map(id, parameters))
             self.unapplied = False
             self._stepped()
 
@@ -132,8 +132,8 @@ _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 _last_looks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
-def _guarding(parameters: set[int]) -> list[Guard]:
-    return [guard for guard in list(_guards) if not guard._watched.isdisjoint(parameters)]
+def _guarding(parameters: Sequence[Tensor]) -> list[Guard]:
+    return [guard for guard in list(_guards) if not guard._watched.isdisjoint(map(id, parameters))]
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
@@ -148,7 +148,7 @@ def _steered(optimizer: Optimizer) -> list[Tensor]:
 
 def _before_any(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     """Before any step of any optimizer: where a run is concerned, have the last look, after all other hooks."""
-    if not _guards or not _guarding(set(map(id, _steered(optimizer)))):
+    if not _guards or not _guarding(_steered(optimizer)):
         return
     if (hook := _last_looks.get(optimizer)) is not None:
         hook.remove()
@@ -157,7 +157,7 @@ def _before_any(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
 
 def _last_look(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     steered = _steered(optimizer)
-    guards = [guard for guard in _guarding(set(map(id, steered))) if not guard._public]
+    guards = [guard for guard in _guarding(steered) if not guard._public]
     if not guards:
         return None
     place, closure = _closure(args, kwargs)
@@ -175,7 +175,7 @@ def _last_look(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, 
 
 
 def _after_any(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
-    steered = set(map(id, _steered(optimizer)))
+    steered = _steered(optimizer)
     for guard in _guarding(steered):
         guard.applied(steered)
 

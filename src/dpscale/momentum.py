@@ -51,15 +51,18 @@ class MomentumState:
     entries: ClassVar[tuple[str, ...]] = ("average",)  # of what `saved` gives
 
     def __init__(self, parameters: Weights, outer: tuple[float, float] = (0.0, 1.0)) -> None:
-        self._now = parameters
-        self._known = _identities(parameters)
+        self._now, self._then = parameters, _described(parameters)
         self._carried, self._fresh = outer
         self._average: dict[str, Tensor] = {}
 
     def changed(self, parameters: Weights) -> str | None:
         """A parameter that was frozen, unfrozen, moved, converted or replaced since the first step, if there is one."""
-        differ = set(_identities(parameters).items()) ^ set(self._known.items())
-        return min(name for name, _ in differ) if differ else None
+        now, then = _described(parameters), self._then
+        if now == then:
+            return None
+        (names, *each), (others, *known) = now, then
+        differ = set(zip(names, *each, strict=True)) ^ set(zip(others, *known, strict=True))
+        return min((name for name, *_ in differ), default=None)
 
     def points(self) -> list[tuple[float, Weights]]:
         """Coefficients and weights for the step that comes, w_k last; a coefficient of 0 stands for no point yet."""
@@ -451,8 +454,10 @@ class _Averages(MomentumState):
         self._memory.copy_(saved["memory"])
 
 
-def _identities(parameters: Weights) -> dict[str, tuple[torch.Size, torch.dtype, torch.device, int]]:
-    return {n: (p.shape, p.dtype, p.device, id(p)) for n, p in parameters.items()}
+def _described(parameters: Weights) -> tuple[list[Any], ...]:
+    """The names, and for each what it is and where."""
+    ps = list(parameters.values())
+    return list(parameters), [*map(id, ps)], [p.shape for p in ps], [p.dtype for p in ps], [p.device for p in ps]
 
 
 def _copy(source: Weights, target: Weights) -> None:

@@ -99,9 +99,10 @@ class Noise:
         if std == 0:
             return
         tensors = real_parts(sums)
+        devices = [t.device for t in tensors]
         label = f"noise/{step}" if shard is None else f"noise/{step}/shard {shard}"
         met: Counter[str] = Counter()
-        for device in dict.fromkeys(t.device for t in tensors):
+        for device in dict.fromkeys(devices):
             # By its type and its turn: the same part of a model is on cuda:0 here and on cuda:1 in another process.
             place = f"{device.type}:{met[device.type]}" if met[device.type] else device.type
             met[device.type] += 1
@@ -109,7 +110,8 @@ class Noise:
             if device not in self._rooms:
                 self._rooms[device] = _Room(device)
             # One draw and one fused addition for many tensors: hundreds of small ones cost more to launch than to do.
-            for k, pieces in enumerate(_chunks([t for t in tensors if t.device == device])):
+            there = [t for t, its in zip(tensors, devices, strict=True) if its == device]
+            for k, pieces in enumerate(_chunks(there)):
                 numbers, noise = self._rooms[device].like(k, pieces)
                 draw(numbers)
                 foreach_add_(pieces, noise, alpha=std)
@@ -117,6 +119,8 @@ class Noise:
 
 def real_parts(sums: Mapping[str, Tensor]) -> list[Tensor]:
     """The tensors, of complex ones both parts."""
+    if not any([t.is_complex() for t in sums.values()]):
+        return list(sums.values())
     return [part for t in sums.values() for part in ((t.real, t.imag) if t.is_complex() else (t,))]
 
 
@@ -125,23 +129,27 @@ class _Room:
 
     def __init__(self, device: torch.device) -> None:
         self._numbers = torch.empty(0, dtype=torch.float32, device=device)
-        self._views: dict[int, list[Tensor]] = {}
+        self._views: dict[int, tuple[list[torch.Size], Tensor, list[Tensor]]] = {}
 
     def like(self, chunk: int, pieces: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(The numbers to draw, the same in the shapes of the pieces.)"""
-        count = sum(t.numel() for t in pieces)
-        if count > len(self._numbers):
-            self._numbers = self._numbers.new_empty(count)
-            self._views.clear()
-        views = self._views.get(chunk, [])
-        if [v.shape for v in views] != [t.shape for t in pieces]:
-            parts = self._numbers[:count].split([t.numel() for t in pieces])
-            views = self._views[chunk] = [n.view(t.shape) for n, t in zip(parts, pieces, strict=True)]
-        return self._numbers[:count], views
+        shapes = [t.shape for t in pieces]
+        if chunk not in self._views or self._views[chunk][0] != shapes:
+            sizes = [shape.numel() for shape in shapes]
+            if sum(sizes) > len(self._numbers):
+                self._numbers = self._numbers.new_empty(sum(sizes))
+                self._views.clear()
+            numbers = self._numbers[: sum(sizes)]
+            views = [n.view(shape) for n, shape in zip(numbers.split(sizes), shapes, strict=True)]
+            self._views[chunk] = shapes, numbers, views
+        return self._views[chunk][1:]
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The tensors, large ones in pieces, in lists of about `CHUNK` numbers at most."""
+    if sum([t.numel() for t in tensors]) <= CHUNK:
+        yield list(tensors)
+        return
     held: list[Tensor] = []
     room = CHUNK
     for t in tensors:

@@ -22,7 +22,7 @@ from dpscale.card import make as make_card
 from dpscale.checks import complaint, out_of_memory, plain_number, require, require_count
 from dpscale.distributed import Description, Ranks, unwrapped
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
-from dpscale.engine.arguments import check_loss_fn, tensors_in
+from dpscale.engine.arguments import check_loss_fn, plain_tensors, tensors_in
 from dpscale.engine.compat import foreach_add_, foreach_div_
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.modules import Structure, structure
@@ -319,7 +319,8 @@ class Private:
                 draw = self._claim_draw(batch, rows_of(data), parameters)
                 momentum = self._momentum_state(parameters, len(draw.mask))
                 batch = batch if isinstance(batch, Batch) else Batch(data, draw)
-                loss_fn = over_packed(loss_fn) if holds(data, Padded) else loss_fn
+                if plain_tensors(data) is None and holds(data, Padded):
+                    loss_fn = over_packed(loss_fn)
                 if draw.shares is not None:
                     self._engine.recorder.require_order(tensors_in(data))
                     batch, loss_fn = by_person(batch, loss_fn)
@@ -453,10 +454,13 @@ class Private:
         state.missing(draw, batch.part if isinstance(batch, Batch) else None)
         if state.charged(draw) > self.steps:
             raise self._exhausted()
-        overwritten = {id(self._ranks.stored(p)) for p in parameters.values()}
-        steered = (p for group in self.optimizer.param_groups for p in group["params"])
-        self._guard.check(p for p in steered if id(p) not in overwritten)
+        self._guard.check(self._not_released(parameters))
         return draw
+
+    def _not_released(self, parameters: Parameters) -> Iterator[Tensor]:
+        """What the optimizer steers whose gradient a release leaves as it is."""
+        released = {id(self._ranks.stored(p)) for p in parameters.values()}
+        yield from (p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in released)
 
     def _summed(self, batch: Batch, loss_fn: LossFn, parameters: Parameters, momentum: MomentumState) -> ScaledSum:
         """The sum over the samples drawn; in smaller parts, from now on, where it does not fit into memory."""
@@ -482,7 +486,9 @@ class Private:
             return _nothing(parameters, device_of(data), self.plan.bound)
         points = momentum.points()
         padding = self._padding if self._engine.compiles and not self._state.per_sample else None
-        split = (padding.sizes if padding else Sizes((self._micro_batch or count,))).parts(count)
+        split = [(slice(0, count), count)]
+        if padding or (self._micro_batch or count) < count:
+            split = (padding.sizes if padding else Sizes((self._micro_batch or count,))).parts(count)
         parts: list[ScaledSum] = []
         rest = [part_of(data, rows, count) for rows, _ in split[1:]] if batch.singles else []
         found = [self._structure]  # as it is until the first forward
@@ -539,9 +545,7 @@ class Private:
             self._state.noise.add(part, self.plan.noise_std, step, shard)
         momentum.release(sums)
         foreach_div_(list(sums.values()), self.plan.expected_batch)
-        for name, mean in sums.items():
-            self._ranks.set_gradient(parameters[name], mean)
-        self._guard.released(self._ranks.stored(parameters[name]) for name in sums)
+        self._guard.released(self._ranks.set_gradients(sums, parameters))
 
     def _momentum_state(self, parameters: Parameters, samples: int) -> MomentumState:
         """What the momentum remembers, made at the first step: only then is the model where it stays."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpscale.checks import complaint, require
+from dpscale.checks import complaint
 from dpscale.engine.compat import is_tree_node, register_tree_node, tree_leaves, tree_structure
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.modules import PLAIN, Structure
@@ -32,9 +32,10 @@ def check_loss_fn(owner: str, loss_fn: Any) -> None:
     """It is called with a model and a batch. What is usually given by mistake takes outputs and labels."""
     made = loss_fn if isinstance(getattr(loss_fn, "__module__", None), str) else type(loss_fn)
     of_outputs = made.__module__ in ("torch.nn.modules.loss", "torch.nn.functional")
-    ok, got = callable(loss_fn) and not of_outputs, getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    action = "Write def loss_fn(model, batch): x, y = batch; return cross_entropy(model(x), y, reduction='none')."
-    require(ok, owner, "loss_fn", "a function of the model and a batch", got, action)
+    if of_outputs or not callable(loss_fn):
+        got = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        action = "Write def loss_fn(model, batch): x, y = batch; return cross_entropy(model(x), y, reduction='none')."
+        raise complaint(owner, "loss_fn", "a function of the model and a batch", got, action)
 
 
 def require_finite(model: nn.Module) -> None:
@@ -68,18 +69,24 @@ def see_into(data: Any) -> None:
             see_into(value)
 
 
+def plain_tensors(batch: Any) -> list[Tensor] | None:
+    """Those of a batch that consists of tensors alone, with nothing inside of anything, as most do; else None."""
+    values = list(batch) if type(batch) in (tuple, list) else list(batch.values()) if type(batch) is dict else [batch]
+    return values if all([isinstance(value, Tensor) for value in values]) else None
+
+
 def leaves_of(batch: Any) -> list[Any]:
     """What a batch consists of; of the most usual ones without a walk."""
-    values = list(batch) if type(batch) in (tuple, list) else list(batch.values()) if type(batch) is dict else [batch]
-    if all(isinstance(value, Tensor) for value in values):
-        return values
+    if (tensors := plain_tensors(batch)) is not None:
+        return list(tensors)
     see_into(batch)
     return tree_leaves(batch)
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
     """The tensors of a batch."""
-    return [t for t in leaves_of(batch) if isinstance(t, Tensor)]
+    tensors = plain_tensors(batch)
+    return [t for t in leaves_of(batch) if isinstance(t, Tensor)] if tensors is None else tensors
 
 
 def batch_size(batch: Any) -> tuple[int, torch.device]:
@@ -181,6 +188,6 @@ def kind_of(found: Structure, batch: Any) -> Any:
 
 def _tree_of(batch: Any) -> Any:
     """How a batch is put together, whatever the number of its rows."""
-    if type(batch) in (tuple, list) and all(isinstance(value, Tensor) for value in batch):
+    if type(batch) in (tuple, list) and all([isinstance(value, Tensor) for value in batch]):
         return type(batch), len(batch)
     return str(tree_structure(over_rows(batch, lambda rows: 0, batch_size(batch)[0])))

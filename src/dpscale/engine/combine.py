@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from dpscale.engine.arguments import Points
-from dpscale.engine.compat import tree_leaves, version
+from dpscale.engine.compat import version
 from dpscale.engine.errors import PassedBy, UnsupportedModel
 from dpscale.engine.rules import Call, Form
 from dpscale.engine.rules.derivation import Derived, expanded, resolve
 from dpscale.engine.rules.forms import Change, Dense, Packed, drop, total, widen
 from dpscale.engine.rules.generic import generic_forms
-from dpscale.engine.tape.tape import Sites, Tape, TapedOp, out_of_place
+from dpscale.engine.tape.tape import Sites, Tape, TapedOp, flattened, out_of_place
 from dpscale.scaling import Scaling
 
 Forms = dict[str, Form]
@@ -209,7 +209,7 @@ def _forms(
         for k, form in generic_forms(run, op.args, op.kwargs, op.keys, site.layouts, samples, grads):
             yield op.keys[k], form
         return
-    arguments, given = site.rule.bind(op.args, op.kwargs), tree_leaves((op.args, op.kwargs))
+    arguments, given = site.rule.bind(op.args, op.kwargs), flattened(op.args, op.kwargs)[0]
     key_of = {id(given[k]): key for k, key in op.keys.items()}
     slots = {n: key_of[id(a)] for n, a in arguments.items() if id(a) in key_of}
     call = Call(op.function, arguments, samples, site.layouts["out0"], site.layouts, frozenset(slots))

@@ -219,7 +219,7 @@ class Engine:
                 forward and backward of that may serve as a run of the check.
         """
         setting = Setting.of(found, subject.loss_fn, batch)
-        kind = code_of(subject.loss_fn), found.kinds, tuple(found.trainable), found.names
+        kind = code_of(subject.loss_fn), found.made
         told = setting.holding, setting.kind, found.attributes.settings, found.number, self.writes.count(found)
         rows = features(batch, wait=True) if rows is None else rows
         due = self._schedule.due(kind, told, setting.shapes, len(mask), rows)

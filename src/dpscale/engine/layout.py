@@ -42,6 +42,9 @@ class Layout:
         if split is None:
             raise ValueError(f"a dimension of {t.shape[self.dim]} rows does not hold {samples} samples")
         outer, inner = split
+        if outer == 1:
+            t = t.unflatten(self.dim, (samples, inner))
+            return t if self.dim == 0 else t.movedim(self.dim, 0)
         t = t.unflatten(self.dim, (outer, samples, inner)).movedim(self.dim + 1, 0)
         return t.flatten(self.dim + 1, self.dim + 2)
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
+from itertools import chain, count
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,6 +37,15 @@ COUNTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Attributes, whole numbers, that a forward was seen to change by itself, by their module."""
 
 
+class Hashed(tuple[Any, ...]):
+    """A long tuple that every step looks up in a table: its hash is worked out once."""
+
+    def __hash__(self) -> int:
+        if (known := self.__dict__.get("known")) is None:
+            known = self.__dict__["known"] = super().__hash__()
+        return known
+
+
 @dataclass(frozen=True, eq=False)
 class Structure:
     """What `trainable` and `signature` say of a model.
@@ -45,7 +55,7 @@ class Structure:
         kinds: the class of every module, in the order of ``modules()``.
         training: the mode of every module, in the same order.
         constants: buffers, and parameters that are not trained.
-        names: of the constants; one that is None has none.
+        made: of what: the classes, the names of what is trained, and those of the constants.
         attributes: what else the modules hold that a forward may read or ask: numbers, flags and words.
         flags: what the buffers hold that a forward may ask.
         number: of this structure, among all that were ever found.
@@ -54,9 +64,9 @@ class Structure:
 
     trainable: dict[str, Tensor]
     kinds: tuple[type[nn.Module], ...]
-    training: tuple[bool, ...]
+    training: Hashed
     constants: tuple[Tensor, ...]
-    names: tuple[str, ...]
+    made: Hashed
     attributes: "Attributes"
     flags: "Flags"
     number: int
@@ -64,8 +74,7 @@ class Structure:
 
     def switches(self) -> tuple[Any, ...]:
         """When this changes, a forward may go another way."""
-        asked = self.attributes.kinds(), self.flags.kinds()
-        return self.kinds, self.training, *asked, tuple(self.trainable), self.names
+        return self.made, self.training, self.attributes.kinds(), self.flags.kinds()
 
 
 _known: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
@@ -81,8 +90,11 @@ def structure(model: nn.Module) -> Structure:
         for name, p in model.named_parameters():
             (parameters if p.requires_grad else constants)[name] = p
         kinds, training = zip(*((type(m), m.training) for m in model.modules()), strict=True)
-        held = tuple(constants.values()), tuple(constants), Attributes(model), Flags(model)
-        known = _known[model] = Structure(parameters, kinds, training, *held, next(_numbers), _State(model))
+        made = Hashed((kinds, tuple(parameters), tuple(constants)))
+        known = _known[model] = Structure(
+            parameters, kinds, Hashed(training), tuple(constants.values()), made, Attributes(model), Flags(model),
+            next(_numbers), _State(model),
+        )  # fmt: skip
     return known
 
 
@@ -153,7 +165,7 @@ class Attributes:
         self._copies = [copy.deepcopy(value) for value in found if _plain(value)]  # of the first of these places
         self._comparables = [_comparable(value) for value in found]
         self.values = self.now()
-        self._kinds = tuple(map(kind, self.values))
+        self._kinds = Hashed(map(kind, self.values))
         self.settings = self.values  # without those that the forward counts by itself
 
     def now(self) -> tuple[Any, ...]:
@@ -176,7 +188,7 @@ class Attributes:
         values = self.now()
         if values != self.values:
             now = zip(self._modules, self._places, values, self._kinds, strict=True)
-            self._kinds = tuple([old if _counted(module(), name) else kind(v) for module, (_, name), v, old in now])
+            self._kinds = Hashed([old if _counted(module(), name) else kind(v) for module, (_, name), v, old in now])
             self.values = values
             own = zip(self._modules, self._places, values, strict=True)
             self.settings = tuple([v for module, (_, name), v in own if not _counted(module(), name)])
@@ -212,6 +224,9 @@ class Flags:
         return self._kinds
 
 
+_training = attrgetter("training")
+
+
 class _State:
     """All names, classes, modes, hooks, parameters, buffers and children below a model, as they were.
 
@@ -225,19 +240,19 @@ class _State:
 
     @staticmethod
     def _now(modules: Sequence[nn.Module]) -> list[Any]:
-        held = [each for three in map(registered, modules) for each in three]
-        things = [each for some in held for each in some.values()]
-        parameters = [p for some in held[::3] for p in some.values()]
-        called = [each for four in map(hooks, modules) for each in four if each]
+        held = [*chain.from_iterable(map(registered, modules))]
+        full = [*filter(None, held)]  # most are empty
+        things = [each for some in full for each in some.values()]
+        called = filter(None, chain.from_iterable(map(hooks, modules)))
         return [
-            *map(type, modules),
-            *[m.training for m in modules],
-            *map(len, map(vars, modules)),
-            *[number for each in called for number, hook in each.items() if not hasattr(hook, "ours")],
-            *map(len, held),
-            *[name for some in held if some for name in some.keys()],  # noqa: SIM118 (a scripted one's is no dictionary)
-            *map(id, things),
-            *[p is not None and p.requires_grad for p in parameters],
+            [*map(type, modules)],
+            [*map(_training, modules)],
+            [*map(len, map(vars, modules))],
+            [number for each in called for number, hook in each.items() if not hasattr(hook, "ours")],
+            [*map(len, held)],
+            [name for some in full for name in some.keys()],  # noqa: SIM118 (a scripted one's is no dictionary)
+            [*map(id, things)],
+            [p is not None and p.requires_grad for some in filter(None, held[::3]) for p in some.values()],
         ]
 
     def holds(self) -> bool:

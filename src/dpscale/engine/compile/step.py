@@ -141,7 +141,7 @@ class Compiled:
         self._flag = FiniteFlag(mask.device)
         data = [leaves[k] for k in self._tensors]
         self._strides = [t.new_empty(t.shape).stride() if any_size else t.stride() for t in data]
-        self._storage = self._places()
+        self._storage, self._seen = self._places(), -1  # number of the structure that was last found to hold them
         inputs = [*self._values(), *data, mask]
         batched = range(len(inputs) - len(data) - 1, len(inputs) if any_size else 0)
         with phase("tracing"), sdpa_kernel(_ATTENTION):
@@ -188,9 +188,13 @@ class Compiled:
 
     def moved(self, found: Structure) -> bool:
         """Whether a parameter or buffer is no longer where it was, or another one (`load_state_dict(assign=True)`)."""
-        same = all(self._points[-1][n] is found.trainable.get(n) for n in self.names)
-        held = len(self._held) == len(found.constants) and all(map(operator.is_, self._held, found.constants))
-        return not (same and held) or self._places() != self._storage
+        if found.number != self._seen:
+            same = all(self._points[-1][n] is found.trainable.get(n) for n in self.names)
+            held = len(self._held) == len(found.constants) and all(map(operator.is_, self._held, found.constants))
+            if not (same and held):
+                return True
+            self._seen = found.number
+        return self._places() != self._storage
 
     def _places(self) -> list[int]:
         weights = [w[n] for w in self._points for n in self.names]

@@ -112,4 +112,4 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 def packed(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a recurrent network is given a `PackedSequence`: rows of several samples, sorted by length."""
-    return func in COMPOSITES and func.__name__ in _STEPS and len(args) > 3 and not isinstance(args[3], bool)
+    return func.__name__ in _STEPS and len(args) > 3 and not isinstance(args[3], bool)

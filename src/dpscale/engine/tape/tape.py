@@ -166,6 +166,45 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
                 yield item
 
 
+_LEAVES = {Tensor, torch.nn.Parameter, int, float, bool, complex, str, type(None), torch.dtype, torch.device}
+
+
+def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """As `tree_flatten((args, kwargs))`, faster where plain values stand in it, and tuples and lists of those."""
+    leaves: list[Any] = []
+    held: list[tuple[type, int] | None] = []
+    for value in (*args, *kwargs.values()):
+        made = type(value)
+        if made in _LEAVES:
+            leaves.append(value)
+            held.append(None)
+        elif made in (tuple, list) and _LEAVES.issuperset(map(type, value)):
+            leaves += value
+            held.append((made, len(value)))
+        else:
+            return tree_flatten((args, kwargs))
+    return leaves, (held, tuple(kwargs))
+
+
+def rebuilt(leaves: Sequence[Any], spec: Any) -> tuple[Args, Kwargs]:
+    """The call again, with these in place of the leaves that `flattened` gave with ``spec``."""
+    if not isinstance(spec, tuple):
+        args, kwargs = tree_unflatten(list(leaves), spec)
+        return args, kwargs
+    (held, names), values, k = spec, [], 0
+    for each in held:
+        made, size = each or (None, 1)
+        values.append(leaves[k] if made is None else made(leaves[k : k + size]))
+        k += size
+    count = len(values) - len(names)
+    return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
+
+
+def tensors_of(out: Any) -> list[Tensor]:
+    """The tensors that an operation returned."""
+    return [out] if isinstance(out, Tensor) else [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+
+
 def in_place(func: Function) -> bool:
     """Whether an operation writes its first argument: `add_`, `__iadd__`, `__setitem__`."""
     name = getattr(func, "__name__", "")
@@ -303,15 +342,25 @@ class ParameterOps(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs.get("create_graph") and func in _BACKWARDS:
             raise UnsupportedModel(SECOND)
-        if not any(id(t) in self.keys for t in tensors_in(args, kwargs)) or asks(func, args):
+        if not self.consumes((*args, *kwargs.values()) if kwargs else args) or asks(func, args):
             return self.pass_by(func, args, kwargs)
         inside = self.enter(func, args)
         return self.meet(func, args, kwargs) if inside is None else inside(*args, **kwargs)
 
+    def consumes(self, values: Args) -> bool:
+        """Whether a tensor of ``keys`` is among them, one level of lists deep. All of those are alive, and so are their
+        ids."""
+        for value in values:
+            if id(value) in self.keys:
+                return True
+            if isinstance(value, (list, tuple)) and not self.keys.keys().isdisjoint(map(id, value)):
+                return True
+        return False
+
     def enter(self, func: Function, args: Args) -> Function | None:
         """As `enter`, watched; but not one that hands itself over a second time."""
         inside = enter(func)
-        if inside is None or func in self._entered or packed(func, args):
+        if inside is None or func in self._entered or (func in COMPOSITES and packed(func, args)):
             return None
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -380,10 +429,10 @@ class Tape(ParameterOps):
 
     def meet(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Run on stand-ins and tape, or build a function of parameters alone, as the site of the operation says."""
-        flat, spec = tree_flatten((args, kwargs))
+        flat, spec = flattened(args, kwargs)
         standing = [self.stand_in.get(id(t), t) if isinstance(t, Tensor) else t for t in flat]
         if not torch.is_grad_enabled():
-            args, kwargs = tree_unflatten(standing, spec)
+            args, kwargs = rebuilt(standing, spec)
             return func(*args, **kwargs)
         keys = {k: self.keys[id(t)] for k, t in enumerate(flat) if isinstance(t, Tensor) and id(t) in self.keys}
         name = func, tuple(keys.values()), tuple([t.ndim if isinstance(t, Tensor) else None for t in flat])
@@ -392,7 +441,7 @@ class Tape(ParameterOps):
         site = self.find(op, standing, keys)
         if site.role == "rows":
             return self.combine(op, site, standing, spec, keys)
-        args, kwargs = tree_unflatten(standing, spec)
+        args, kwargs = rebuilt(standing, spec)
         if site.role == "expanded":
             return self.expand(op, site, args, kwargs, keys)
         out = func(*args, **kwargs)
@@ -438,7 +487,7 @@ class Tape(ParameterOps):
         """Run an operation of parameters and data, and tape it."""
         if not self._attached:
             standing = [t.detach() if k in keys else t for k, t in enumerate(standing)]
-        args, kwargs = tree_unflatten(standing, spec)
+        args, kwargs = rebuilt(standing, spec)
         func, into = op.function, args[0] if in_place(op.function) else None
         if into is not None:
             # Run on a copy and write the result back: what is taped is then neither changed later, nor a view, whose
@@ -478,8 +527,7 @@ class Tape(ParameterOps):
 
     def tape(self, func: Function, site: Site, args: Args, kwargs: Kwargs, keys: dict[int, str], out: Any) -> None:
         """Note an operation that ran."""
-        outputs = dict(enumerate(t for t in tree_flatten(out)[0] if isinstance(t, Tensor)))
-        outputs = {k: t for k, t in outputs.items() if f"out{k}" in site.layouts}
+        outputs = {k: t for k, t in enumerate(tensors_of(out)) if f"out{k}" in site.layouts}
         for k, t in outputs.items():
             layout = site.layouts[f"out{k}"]
             if t.ndim <= layout.dim or layout.split(t.shape[layout.dim], self.samples) is None:
@@ -496,11 +544,11 @@ class Tape(ParameterOps):
         spec: list[Any] = []
 
         def tensors() -> tuple[Tensor, ...]:
-            flat, structure = tree_flatten(run())
+            leaves, structure = flattened((run(),), {})
             spec.append(structure)
-            return tuple(flat)
+            return tuple(leaves)
 
-        return tree_unflatten(list(_Source.apply(self._anchor, tensors)), spec[0])  # type: ignore[no-untyped-call]
+        return rebuilt(_Source.apply(self._anchor, tensors), spec[0])[0][0]  # type: ignore[no-untyped-call]
 
 
 class _Source(torch.autograd.Function):
