@@ -49,12 +49,12 @@ def places(base: Probe, others: Sequence[Probe], arrived: Sequence[Gradient], gr
     for call in base.calls:
         alike = [calls[call.name_of] for calls in known]
         grads = [[row.get((*call.name_of, k)) for k in call.edges] for row in arrived]
-        sites.append(_site(call, alike, grads, growth))
+        sites.append(_site(call, alike, grads, growth, base.eps))
     return sites
 
 
 def _site(
-    call: ProbedCall, others: Sequence[ProbedCall], grads: Sequence[Sequence[Tensor | None]], growth: Growth
+    call: ProbedCall, others: Sequence[ProbedCall], grads: Sequence[Sequence[Tensor | None]], growth: Growth, eps: float
 ) -> Site:
     """What the evidence says about one operation."""
     if call.role == "shared":
@@ -72,7 +72,7 @@ def _site(
     layouts = {}
     for place, j in enumerate(call.edges):
         touched = [g[place] for g in grads]
-        moved = [_moved(call, call.outputs[j], other.outputs[j]) for other in others]
+        moved = [_moved(call, call.outputs[j], other.outputs[j], eps) for other in others]
         layouts[f"out{j}"] = _layout(call, *growth.of_output(call.index, j), moved, touched, True)
     if call.role == "expanded":
         return Site("expanded", layouts=layouts)
@@ -89,7 +89,7 @@ def _site(
         raise Obstacle(f"{call.name} draws random numbers inside")
     tensors = [k for k, t in enumerate(call.inputs) if isinstance(t, Tensor)]
     for k in sorted(call.growing):
-        moved = [_moved(call, call.inputs[k], other.inputs[k]) for other in others]
+        moved = [_moved(call, call.inputs[k], other.inputs[k], eps) for other in others]
         shapes = growth.of_input(call.index, tensors.index(k))
         layouts[str(k)] = _layout(call, *shapes, moved, [None] * ROWS, False)
     return Site("rows", None, layouts)
@@ -131,12 +131,13 @@ def _layout(
     return agree[0]
 
 
-def _moved(call: ProbedCall, ours: Tensor, theirs: Tensor) -> Tensor:
+def _moved(call: ProbedCall, ours: Tensor, theirs: Tensor, eps: float) -> Tensor:
+    """Where an operation has something else, computed with numbers as coarse as ``eps``."""
     if ours.shape != theirs.shape:
         raise Obstacle(f"the shape of {call.name} depends on the values in the batch")
     moved = changed(ours, theirs)
     if ours.is_cuda and ours.is_floating_point():  # some kernels of attention add up in another order each time
-        least = 4 * max(torch.finfo(ours.dtype).eps, 2.0**-13) * torch.maximum(ours.abs(), theirs.abs()).amax()
+        least = 4 * max(eps, 2.0**-13) * torch.maximum(ours.abs(), theirs.abs()).amax()
         moved &= ~((ours - theirs).abs() <= least)
     return moved
 
