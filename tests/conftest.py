@@ -1,5 +1,7 @@
 """Settings that every test shares."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -31,6 +33,11 @@ def pytest_collection_modifyitems(config, items):
     chosen = {item: (item.get_closest_marker("compiled") is not None) == wanted for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not chosen[item]])
     items[:] = [item for item in items if chosen[item]]
+
+
+def pytest_collection_finish():
+    """Trainers of other libraries collect garbage at every turn. What has been imported so far is none."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
