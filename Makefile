@@ -10,10 +10,10 @@ demo: $(VENV)/.lab            ## compare the methods on handwritten digits; writ
 	$(BIN)/dpscale compare digits --diagnostics --out runs/digits
 
 test: $(VENV)/.test           ## the whole suite, or a part: make test ARGS='tests/engine'
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-compiled: $(VENV)/.test  ## every model family through torch's compiler: an hour or two
-	$(BIN)/python -m pytest -n 2 --compiled $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --compiled $(ARGS)
 
 lint: $(VENV)/.test           ## style and types
 	$(BIN)/ruff check .
