@@ -24,6 +24,8 @@ from dpscale.lab.stats import Row, plural
 
 NAME = "report.html"
 NOT_FINISHED = "No final run is finished yet."
+GLOSSES = {"p": "of chance alone", "ε spent": "privacy", "σ": "noise", "rate, momentum": "of the optimizer"}
+"""What a column of the table is, in a word; all terms are explained beside it."""
 MARK = "<!-- tables -->"
 """What stands above this line in a Markdown page was written by hand, and stays."""
 
@@ -47,7 +49,8 @@ def page(found: Sequence[Experiment]) -> str:
         tested_at=stats.LEVEL, style=Markup(_text("report.css")), titles=_titles(found),
         runs=sum(len(one.records) for one in found), overview=[*filter(None, overview)], cells=_cells, svg=_svg,
         about=_about, headline=headline, parts={one.preset: _parts(one) for one in found if one.rows}, details=details,
-        row_of=_row_of, most=lambda one: max(len(row.seeds) for row in one.rows), settings=settings, plural=plural,
+        row_of=_row_of, glosses=GLOSSES, most=lambda one: max(len(row.seeds) for row in one.rows), settings=settings,
+        plural=plural,
     )  # fmt: skip
 
 
@@ -187,15 +190,17 @@ def _tries(search: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
 
 
 def _statements(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Privacy statements under the methods that they are of. What all private ones share is said once."""
-    lines = {row.title: row.statement.splitlines() for row in rows}
-    private = [lines[row.title] for row in rows if row.epsilon is not None]
-    common = [line for line in private[0] if all(line in other for other in private)] if len(private) > 1 else []
-    own: dict[str, list[str]] = {}
-    for title, text in lines.items():
-        own.setdefault("\n".join(line for line in text if line not in common), []).append(title)
-    told = [(", ".join(titles), text) for text, titles in own.items() if text]
-    return [(f"All {len(private)} private methods", "\n".join(common)), *told] if common else told
+    """The lines of the privacy statements under the methods that they are of, each line once."""
+    owners: dict[str, list[str]] = {}
+    for row in rows:
+        for line in row.statement.splitlines():
+            owners.setdefault(line, []).append(row.title)
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for line, titles in owners.items():
+        lines.setdefault(tuple(titles), []).append(line)
+    private = tuple(row.title for row in rows if row.epsilon is not None)
+    words = {private: f"All {len(private)} private methods"} if len(private) > 1 else {}
+    return [(words.get(titles) or ", ".join(titles), "\n".join(told)) for titles, told in lines.items()]
 
 
 def _commands(chosen: Sequence[Record]) -> list[str]:

@@ -258,10 +258,10 @@ def headline(rows: Sequence[Row]) -> str:
         for row in apart
     ]
     if near:
-        most = max(near, key=lambda row: row.reach)
-        others = f"the other {len(near)}" if apart else f"the {len(near)} other private methods"
-        who = f"{near[0].title} lies" if len(near) == 1 else f"{others} lie"
-        told.append(f"{who} within {100 * most.reach:.{most.places}f} points of {'it' if apart else reference}")
+        who = near[0].title if len(near) == 1 else f"the {len(near)} other private methods"
+        it, most = "it lies" if len(near) == 1 else "all lie", max(near, key=lambda row: row.reach)
+        reach = f"{100 * most.reach:.{most.places}f}"
+        told.append(f"{who} cannot be told apart from {reference}: {it} within {reach} points of it")
     text = "; ".join(told)
     return f"{text[0].upper()}{text[1:]}."
 
