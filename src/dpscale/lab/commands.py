@@ -152,7 +152,8 @@ def tune(
             terminal.line(f"{done} tries done, {time.perf_counter() - start:.0f} s")
 
     chosen = Selection(tries=tries, shape=shape, score_noise=score_noise)
-    found = selection.select(config, chosen, folder, seed, told, ledger)
+    with terminal.run_bar("this try alone", quiet=as_json) as bar:
+        found = selection.select(config, chosen, folder, seed, told, ledger, bar)
     if (state := found.pop("state", None)) is not None:
         torch.save(state, folder / "model.pt")
     if found["choice"] is None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpscale.lab import device
 from dpscale.lab.models import MODELS
-from dpscale.lab.runner import Progress
+from dpscale.lab.runner import Progress, percents
 from dpscale.ledger import Ledger
 from dpscale.one_call import make_private
 from dpscale.sources import dataset_of, is_frame
@@ -128,15 +128,10 @@ def train(
         batch="auto" if batch is None else batch, seed=seed, noise=noise,
         ledger=None if ledger is None else Ledger(ledger),
     )  # fmt: skip
-    steps, size, per_step = private.steps, private.plan.sampling.size, private.plan.expected_batch
+    tell = percents(private.plan, delta, on_progress)
     for each in private.batches():
         private.step(each.to(device.name()), losses)
-        taken = private.steps_taken
-        if 100 * taken // steps > 100 * (taken - 1) // steps:
-            on_progress(Progress(
-                step=taken, steps=steps, epoch=-(-taken * per_step // size), epochs=-(-steps * per_step // size),
-                loss=None, plan=private.plan, delta=delta,
-            ))  # fmt: skip
+        tell(private.steps_taken)
     out.mkdir(parents=True, exist_ok=True)
     torch.save(network.state_dict(), out / "model.pt")
     private.save(out / "run.ckpt")

@@ -184,12 +184,27 @@ def steps(job: Job) -> Iterator[Any]:
     yield from _Training(job, data, _plan(job, data)).steps()
 
 
-def trained(job: Job, plan: Plan, data: Data) -> nn.Module:
+def trained(job: Job, plan: Plan, data: Data, on_progress: Callable[[Progress], None] = lambda _: None) -> nn.Module:
     """The model of a private run under this plan, or the average of its weights where the configuration has one."""
-    training = _Training(job, data, plan)
-    for _ in training.steps():
-        pass
+    training, tell = _Training(job, data, plan), percents(plan, job.config.delta, on_progress)
+    for step, _ in enumerate(training.steps(), start=1):
+        tell(step)
     return training.measured
+
+
+def percents(plan: Plan, delta: float, on_progress: Callable[[Progress], None]) -> Callable[[int], None]:
+    """A function of the steps taken that tells of each percent of a run on private data, and so of no loss."""
+    steps, per_epoch = plan.steps or 1, plan.sampling.size / plan.expected_batch
+
+    def tell(taken: int) -> None:
+        if 100 * taken // steps > 100 * (taken - 1) // steps:
+            epochs = max(1, round(steps / per_epoch))
+            epoch = min(epochs, math.ceil(taken / per_epoch))
+            on_progress(
+                Progress(step=taken, steps=steps, epoch=epoch, epochs=epochs, loss=None, plan=plan, delta=delta)
+            )
+
+    return tell
 
 
 class _Step(NamedTuple):

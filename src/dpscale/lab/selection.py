@@ -41,6 +41,7 @@ def job(config: Config, choice: dict[str, Any], plan: Plan, seed: int | None) ->
 def select(
     config: Config, selection: Selection, folder: Path, seed: int | None = None,
     on_try: Callable[[int], None] = lambda done: None, ledger: Path | None = None,
+    on_progress: Callable[[runner.Progress], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Search rate, C, s and outer momentum of DP-PSASC; all tries together cost the ε of the configuration.
 
@@ -54,7 +55,7 @@ def select(
     def train(choice: dict[str, Any], plan: Plan) -> Try:
         own_seed = None if seed is None else seed + next(numbers)  # no two tries share their noise
         made, own = job(config, choice, plan, own_seed)
-        return Try(model=runner.trained(made, own, held), plan=own, about={"seeded": seed is not None})
+        return Try(model=runner.trained(made, own, held, on_progress), plan=own, about={"seeded": seed is not None})
 
     def correct(model: nn.Module) -> float:
         return round(runner.evaluate(model, held, config)[0] * len(held.test_labels))
