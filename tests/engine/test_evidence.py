@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpscale import Clip, scaled_sum
+from dpscale.engine.compat import tree_flatten
 from dpscale.engine.engine import engine_of
 from dpscale.engine.reference import reference_sum
+from dpscale.engine.rules import generic
 from dpscale.engine.rules import linear as linear_rules
 
 from .cases import check_equal, check_sample_by_sample
@@ -288,3 +290,12 @@ def test_gradients_that_are_not_autograds_are_not_used(dtype, monkeypatch):
     (finding,) = engine_of(other)._obstacles.values()
     assert "what is credited to a row is not its gradient at parameter" in finding.obstacle
     torch.testing.assert_close(found.grads, expected.grads, rtol=0.02, atol=0.02)
+
+
+def test_indices_of_a_whole_batch_are_tried_on_one_sample_first():
+    """On a GPU one that is out of range would end the process."""
+    x, layer, chosen = torch.randn(6, 3), torch.randn(2, 3), torch.tensor([1, 4])
+    flat, spec = tree_flatten(((x, 0, chosen, layer), {}))
+    with pytest.raises(IndexError):
+        generic._try_indices(torch.index_copy, flat, spec, {0: x.unsqueeze(1)})
+    generic._try_indices(torch.add, *tree_flatten(((x, layer[0]), {})), {0: x})

@@ -42,6 +42,8 @@ def generic_forms(
         out, pullback = torch.func.vjp(lambda v: outputs(v, sample), leaves)[:2]
         return pullback([gi.to(o.dtype) for gi, o in zip(g, out, strict=True)])[0]  # type: ignore[no-any-return]
 
+    if len(arrived[0]) and arrived[0].is_cuda and type(arrived[0]) is Tensor:
+        _try_indices(function, flat, spec, batched)
     try:
         result = torch.func.vmap(gradient)(batched, arrived)
     except RuntimeError:  # an operation without a batching rule: the same, a sample at a time
@@ -49,3 +51,13 @@ def generic_forms(
         result = {k: torch.stack([part[k] for part in parts]) for k in leaves}
     for k, grad in result.items():
         yield k, Dense(wide(grad))
+
+
+def _try_indices(function: Callable[..., Any], flat: list[Any], spec: Any, batched: Numbered) -> None:
+    """Run the first sample on the CPU, if there are indices that are not its own: those of a whole batch are out of
+    range for one sample, which is an error there. On a GPU it would end the process."""
+    whole = [t for k, t in enumerate(flat) if isinstance(t, Tensor) and k not in batched]
+    if any(t.dtype in (torch.int32, torch.int64) for t in whole):
+        one = [batched[k][0] if k in batched else t for k, t in enumerate(flat)]
+        args, kwargs = tree_unflatten([t.detach().cpu() if isinstance(t, Tensor) else t for t in one], spec)
+        function(*args, **kwargs)
