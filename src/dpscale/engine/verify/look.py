@@ -206,7 +206,9 @@ class Look:
         self._drops, self._eps = base.drops, base.eps
         # Backwards come before the state is put back: hooks may read what this forward has left.
         sent = [self._sent(base, losses, i) for i in range(ROWS)]
-        plain = [self._plain(base, losses, weights) for weights in (_MIDDLE, _MIXED)]
+        plain = [
+            {key: g for key, g in sent[ROWS // 2].items() if key[0] == "leaf"}, self._plain(base, losses, _MIXED)
+        ]  # fmt: skip
         left = self._surroundings.left_behind()
         if not losses.requires_grad:
             raise UnsupportedModel(
@@ -349,21 +351,18 @@ class Look:
             mode, data = self._numbered(), replaced(self._rows, neutral(self._rows), [i])
             try:
                 losses = self._run(mode, data)
-                theirs = gradient(losses, _one(i), self._subject.parameters)
+                one = gradient(losses, _one(i), self._subject.parameters) if i == ROWS // 2 else {}
             except (UnsupportedModel, DrewUnseen):
                 raise
             except Exception:  # a model need not take them
                 self._surroundings.restore()
                 return
             self._settle(base, mode, data, ours, losses, i, left)
-            mine = _leaves(sent[i])
-            finite = np.isfinite(size(theirs)) and np.isfinite(size(mine))  # nothing may well have no gradient
-            if (
-                isinstance(base, Probe)
-                and finite
-                and apart(theirs, mine, reshaped(max(base.eps, mode.eps))) is not None
-            ):
-                self._apart_among_nothing = data, i
+            if one and isinstance(base, Probe):
+                mine, eps = _leaves(sent[i]), reshaped(max(base.eps, mode.eps))
+                finite = np.isfinite(size(one)) and np.isfinite(size(mine))  # nothing may well have no gradient
+                if finite and apart(one, mine, eps) is not None:
+                    self._apart_among_nothing = data, i
 
     def _unmoved(self, base: Any, mode: Any, ours: Any, theirs: Any, a: Tensor, b: Tensor, i: int) -> None:
         """Refuse a row whose loss is another in other company.
@@ -609,13 +608,13 @@ class Look:
     # 2 and 5: alone
 
     def _alone(self, base: Any, losses: Tensor) -> list[tuple[int, Gradient]]:
-        """Rows as batches of one: the rarest, and another. What these send to the parameters."""
-        found = []
+        """Rows as batches of one: the rarest, and another. What the first of them sends to the parameters."""
+        found: list[tuple[int, Gradient]] = []
         for i in (1,) if self._again else (1, 0):
             mode = self._numbered(draws=(base.draws, [i], ROWS))
             try:
                 alone = self._run(mode, take(self._rows, [i]))
-                theirs = gradient(alone, [1.0], self._subject.parameters)
+                theirs = {} if found else gradient(alone, [1.0], self._subject.parameters)
             except (UnsupportedModel, DrewUnseen):
                 raise
             except (
@@ -628,7 +627,8 @@ class Look:
             if drew or mode.unmatched or alone.shape != (1,):
                 continue
             self._require_near(i, losses, ROWS, alone[0], 1, max(base.eps, mode.eps))
-            found.append((i, theirs))
+            if not found:
+                found.append((i, theirs))
         return found
 
     def _by_rounding(self, i: int, apart: Tensor, eps: float) -> bool:
