@@ -45,6 +45,30 @@ def test_no_noise_and_an_infinite_clip_is_sgd():
     assert limit.steps_taken == 5
 
 
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_trap_07_a_sum_is_divided_by_the_expected_batch_and_not_by_the_realised_one(how):
+    sampling = dpscale.Poisson(size=SIZE, batch=12)
+    run = private(
+        mlp(dtype=torch.float64), scaling=dpscale.Clip(C=torch.inf), sampling=sampling, noise_multiplier=0.0,
+        unsafe_no_noise=True,
+    )  # fmt: skip
+    plain, sizes = mlp(dtype=torch.float64), []
+    for batch in run.batches(data(dtype=torch.float64)):
+        sizes.append(len(batch.draw.indices))
+        plain.load_state_dict(run.model.state_dict())
+        whole = torch.autograd.grad(loss_fn(plain, batch).sum(), list(plain.parameters()))
+        before = vector(run.model)
+        if how == "step":
+            run.step(batch, loss_fn)
+        else:
+            run.backward(loss_fn(run.model, batch))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        moved = (before - vector(run.model)) / run.optimizer.param_groups[0]["lr"]
+        torch.testing.assert_close(moved, torch.cat([g.flatten() for g in whole]) / 12)
+    assert set(sizes) != {12}
+
+
 @pytest.mark.parametrize("micro_batch", [1, 5, 7, 100])
 def test_micro_batches_do_not_change_the_result(micro_batch):
     whole = train(private(mlp(dtype=torch.float64)), data(dtype=torch.float64))
