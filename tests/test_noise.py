@@ -207,6 +207,15 @@ def test_a_seed_reproduces_and_separates():
     assert len({tuple(draw(s, label)) for s in (1, 2) for label in ("noise/1", "noise/2", "sampling")}) == 6
 
 
+def test_a_forked_process_draws_no_noise(monkeypatch):
+    """It would be the noise of its parent, on other gradients."""
+    key = Key()
+    assert key.derive("a") == key.derive("a") != key.derive("b")
+    monkeypatch.setattr("dpscale.noise.os.getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="was forked from the one in which the private run was made"):
+        key.derive("a")
+
+
 def test_seeds_that_agree_in_32_bits_differ():
     """A 32-bit generator state would make these the same run."""
     assert Key(5).generator("a").standard_normal() != Key(5 + 2**32).generator("a").standard_normal()
