@@ -229,6 +229,7 @@ class Engine:
         for coefficient, values in points or ():
             if values is not None and coefficient != 0:
                 self.look(_at(subject, values), batch, mask, kind, rows, due, singles, rest)
+        self.writes.note_zeros(subject.parameters)  # of the model: a point stays as it is
         setting = Setting.of(structure(subject.model), subject.loss_fn, batch)  # as those forwards have left it
         return Trusted(kind, setting, evaluated)
 
@@ -263,7 +264,6 @@ class Engine:
             if own is not None:
                 own.drop()
             raise
-        self.writes.note_zeros(subject.parameters)
         self._schedule.looked(time.perf_counter() - start - (own.seconds if own else 0.0))
         return own.evaluated if own else None
 
