@@ -11,7 +11,7 @@ from dpscale.checks import quiet
 from dpscale.engine import Engine, LossFn, UnsupportedModel, batch_size, check_losses, require_finite, trainable
 from dpscale.engine.arguments import check_loss_fn
 from dpscale.engine.modules import structure
-from dpscale.engine.verify.look import Subject
+from dpscale.engine.verify.runs import Subject
 from dpscale.model_fix import fixable
 from dpscale.packing import Padded, holds, over_packed, unpacked
 

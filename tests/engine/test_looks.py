@@ -12,8 +12,9 @@ from dpscale.engine.reference import reference_sum
 from dpscale.engine.verify import schedule
 from dpscale.engine.verify.credit import misplaced
 from dpscale.engine.verify.glance import Glance
-from dpscale.engine.verify.look import Look, Subject
+from dpscale.engine.verify.look import Look
 from dpscale.engine.verify.rows import FeatureTable, features
+from dpscale.engine.verify.runs import Subject
 from dpscale.engine.verify.state import Surroundings
 from tests.seeding import seeded
 

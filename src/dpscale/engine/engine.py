@@ -45,10 +45,11 @@ from dpscale.engine.recorder import Recorder
 from dpscale.engine.rules.forms import Dense
 from dpscale.engine.tape.tape import Sites, UnknownOperation
 from dpscale.engine.verify.glance import Glance
-from dpscale.engine.verify.look import Finding, Look, Subject
+from dpscale.engine.verify.look import Finding, Look
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
 from dpscale.engine.verify.rows import Features, choose, features
+from dpscale.engine.verify.runs import Subject
 from dpscale.engine.verify.schedule import Due, Schedule
 from dpscale.scaling import Scaling
 

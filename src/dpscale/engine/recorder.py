@@ -26,9 +26,9 @@ from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.modules import structure
 from dpscale.engine.tape.tape import Tape, Watched
 from dpscale.engine.verify.credit import insides, misplaced
-from dpscale.engine.verify.look import Subject
 from dpscale.engine.verify.randomness import random_states, set_random_states
 from dpscale.engine.verify.rows import Features
+from dpscale.engine.verify.runs import Subject
 from dpscale.scaling import Scaling
 
 if TYPE_CHECKING:

@@ -60,6 +60,11 @@ class Rows(Form):
         out = g.new_zeros(len(g), self.table, g.shape[2])
         return out.scatter_add_(1, self.index_BT.unsqueeze(2).expand_as(g), g)
 
+    def onto(self, columns_IK: Tensor) -> "Rows":
+        """The vectors times the columns."""
+        g = wide(self.g_BTD)
+        return replace(self, g_BTD=g @ columns_IK.to(g.dtype))
+
     def join(self, other: Form) -> "Rows | None":
         """Concatenate along the positions."""
         if not isinstance(other, Rows):

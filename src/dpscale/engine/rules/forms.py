@@ -73,6 +73,10 @@ class Form(ABC):
 
         return replace(self, **{f.name: changed(getattr(self, f.name)) for f in fields(self)})
 
+    def onto(self, columns_IK: Tensor) -> "Form | None":
+        """The gradients times a matrix of few columns, where they are matrices and that costs less than they do."""
+        return None
+
     def settle(self) -> "Form":
         """The form with the cheapest norm and weighted sum together: itself, or the gradients where they are small."""
         return self
@@ -198,6 +202,11 @@ class Sum(Form):
     def per_sample(self) -> Tensor:
         """The gradients added."""
         return reduce(torch.add, [form.per_sample() for form in self.parts])
+
+    def onto(self, columns_IK: Tensor) -> Form | None:
+        """Each part, if all can."""
+        parts = [form.onto(columns_IK) for form in self.parts]
+        return None if None in parts else Sum(tuple(form for form in parts if form is not None))
 
     def settle(self) -> Form:
         """Settle the parts, if their inner products are still known; if not, the gradients are small."""

@@ -119,6 +119,11 @@ class Outer(Form):
         """(B, O, I)."""
         return torch.bmm(wide(self.g_BTO).mT, wide(self.a_BTI))
 
+    def onto(self, columns_IK: Tensor) -> "Outer":
+        """The inputs times the columns."""
+        a = wide(self.a_BTI)
+        return Outer(a @ columns_IK.to(a.dtype), wide(self.g_BTO))
+
     def join(self, other: Form) -> "Outer | None":
         """Concatenate along the positions: the Gram identity then has the cross terms of the two uses.
 

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dpscale.engine.combine import exactly, gradients
+from dpscale.engine.combine import Forms, exactly, gradients
 from dpscale.engine.tape.tape import Shared, Tape
 from dpscale.engine.verify.values import Gradient
+
+Weigh = Callable[[Forms, Sequence[float]], Gradient]
+"""The weighted sums of some forms, as they are compared."""
 
 Place = tuple[GradientEdge, Callable[[Tensor], Tensor]]
 """Where a gradient arrives, and what puts its samples first."""
@@ -26,6 +29,9 @@ POWERS, OF_HALVES = 32, 6
 """Weights to choose from; of 16-bit floats with a short range, few: neither end may leave it."""
 
 _OFF, _COARSE = 1e-3, 0.06
+
+RANGE = 1e5
+"""By so much may gradients differ in size of which each is to be seen in their sum."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def arrived(losses: Tensor, places: Sequence[Place]) -> Sequence[Tensor | None]:
     return _grad(losses, [edge for edge, _ in places], torch.ones_like(losses)) if places else ()
 
 
-def credited(run: TapedRun, weights: Mapping[int, float]) -> Gradient:
+def credited(run: TapedRun, weights: Mapping[int, float], weigh: Weigh) -> Gradient:
     """The gradients that a taped run credits to some rows, added up, each with a weight of its own.
 
     What arrives at an operation may be the same where what it multiplies is not: a layer of zeros sends nothing back,
@@ -71,17 +77,15 @@ def credited(run: TapedRun, weights: Mapping[int, float]) -> Gradient:
     """
     if not weights:
         return {}
-    device = run.tape.device
-    with exactly(device):
-        forms = gradients([run.tape], [run.grads], torch.tensor(list(weights), device=device))
-        each = torch.tensor(list(weights.values()), device=device)
-        return {name: form.weighted(each) for name, form in forms.items()}
+    with exactly(run.tape.device):
+        forms = gradients([run.tape], [run.grads], torch.tensor(list(weights), device=run.tape.device))
+    return weigh(forms, list(weights.values()))
 
 
 def levels(sizes: Sequence[float]) -> list[float]:
     """Weights for gradients of these norms, so that none is too small to be seen beside the others in their sum; 0 for
     one that is not finite."""
-    least = max(filter(math.isfinite, sizes), default=0.0) / 1000 or 1.0
+    least = max(filter(math.isfinite, sizes), default=0.0) / RANGE or 1.0
     return [1 / max(size, least) if math.isfinite(size) else 0.0 for size in sizes]
 
 

@@ -14,24 +14,13 @@ from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import Shared, Site, Sites, Tape, shapes_of, unrecorded
-from dpscale.engine.verify.credit import (
-    TapedRun,
-    arrived,
-    by_row,
-    coarseness,
-    credited,
-    insides,
-    levels,
-    misplaced,
-)
-from dpscale.engine.verify.look import Subject
+from dpscale.engine.verify.credit import TapedRun, by_row, coarseness, levels
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
-from dpscale.engine.verify.probe import Numbered, Undropped, UndroppedTape
-from dpscale.engine.verify.randomness import own_randomness
-from dpscale.engine.verify.rows import copied, count_of, neutral, odd_among, replaced, take
-from dpscale.engine.verify.state import Surroundings
-from dpscale.engine.verify.values import Gradient, added, apart, close, gradient, near, reshaped, same, size
+from dpscale.engine.verify.probe import Undropped, UndroppedTape
+from dpscale.engine.verify.rows import count_of, neutral, odd_among, replaced, take
+from dpscale.engine.verify.runs import Runs, Subject
+from dpscale.engine.verify.values import Gradient, added, apart, close, near, reshaped, same, size
 
 
 class Glance:
@@ -56,12 +45,13 @@ class Glance:
         self, subject: Subject, batch: Any, kept: Sequence[int], *, sites: Sites | None, draws: bool, drops: bool,
         eps: float, seed: int, own: OwnRun | None = None,
     ) -> None:  # fmt: skip
-        self._subject, self._batch, self._kept = subject, batch, list(kept)
-        self._sites, self._draws, self._drops, self._eps, self._seed = sites, draws, drops, eps, seed
-        self._own = own
+        self._batch, self._kept, self._sites, self._own = batch, list(kept), sites, own
+        self._draws, self._drops, self._eps = draws, drops, eps
+        self._runs = Runs(subject, seed)
+        self._runs.seeded = draws
+        self._surroundings = self._runs.surroundings
         self._learned: list[Shared] = []
         self.odd: set[int] = set()
-        self._surroundings = Surroundings(subject.model, subject.loss_fn)
 
     def __call__(self, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
         """Whether all is as expected.
@@ -117,14 +107,14 @@ class Glance:
         if self._own is None:
             whole = self._taped(sites, self._batch, dropped=True, weighted=True)
         else:
-            whole = self._own(sites, self._surroundings, self._seed, [])
+            whole = self._own(sites, self._surroundings, self._runs.seed, [])
         if not self._agree(whole, self._taped(sites, self._copies(), dropped=True), last):
             return None
         if self._drops:
             whole = self._taped(sites, self._batch)
         if few is None or whole is None:
             return None
-        each = [credited(few, {k: 1.0}) for k in range(ROWS)]
+        each = [self._runs.credited(few, {k: 1.0}) for k in range(ROWS)]
         level = levels([size(one) for one in each])
         self.odd = {i for i, weight in zip(self._kept, level, strict=True) if not weight} | odd_among(whole.losses)
         if self._draws:
@@ -133,22 +123,18 @@ class Glance:
 
     def _as_among_few_that_drew_alike(self, level: Sequence[float], rows: Any) -> bool:
         """The same of a model that draws: few rows are given what was drawn for them in the whole batch."""
-        samples = count_of(self._batch)
+        runs, samples = self._runs, count_of(self._batch)
         if samples <= ROWS:
             return True
-        many, parameters = Numbered(self._seed), self._subject.parameters
-        few = Numbered(self._seed, draws=(many.draws, self._kept, samples))
-        weights, found = by_row(self._kept, level), []
-        for mode, data, seed in (
-            (many, self._batch, [weights.get(i, 0.0) for i in range(samples)]),
-            (few, rows, level),
-        ):
-            with own_randomness(self._seed), torch.enable_grad(), mode:
-                losses = self._subject.run(copied(data))
-            found.append((losses.detach(), gradient(losses, seed, parameters)))
-            self._surroundings.left_behind()
-        (theirs, credit), (ours, own) = found
-        return few.unmatched or (
+        many, weights = runs.numbered(), by_row(self._kept, level)
+        theirs = runs.losses(many, self._batch)
+        credit = runs.gradient(theirs, [weights.get(i, 0.0) for i in range(samples)])
+        self._surroundings.left_behind()
+        found = runs.drawn_alike(rows, (many.draws, self._kept, samples), level)
+        if found is None:
+            return True
+        ours, own = found
+        return (
             all(self._near(theirs[i], ours[k], theirs) for k, i in enumerate(self._kept))
             and apart(credit, own, reshaped(self._eps)) is None
         )
@@ -162,21 +148,20 @@ class Glance:
             all(self._near(whole.losses[i], few.losses[k], whole.losses) for k, i in enumerate(self._kept))
             and self._near(few.losses[middle], loss, few.losses)
             and apart(alone, each[middle], reshaped(self._eps)) is None
-            and apart(credited(whole, by_row(self._kept, level)), added(each, level), reshaped(self._eps)) is None
+            and apart(self._runs.credited(whole, by_row(self._kept, level)), added(each, level), reshaped(self._eps))
+            is None
         )
 
     def _alone(self, rows: Any) -> tuple[Tensor, Gradient]:
         """The loss of the row in the middle alone, and what it sends to the parameters."""
-        with own_randomness(self._seed), torch.enable_grad(), self._undropped():
-            losses = self._subject.run(take(rows, [ROWS // 2]))
-            sent = gradient(losses, [1.0], self._subject.parameters)
+        losses = self._runs.losses(self._undropped(), take(rows, [ROWS // 2]))
+        sent = self._runs.gradient(losses, [1.0])
         self._surroundings.left_behind()
         return losses[0].detach(), sent
 
     def _run(self, data: Any) -> tuple[Tensor, Any]:
         """Losses without dropout, and what is left behind."""
-        with own_randomness(self._seed), torch.enable_grad(), self._undropped():
-            losses = self._subject.run(copied(data)).detach()
+        losses = self._runs.losses(self._undropped(), data).detach()
         return losses, self._surroundings.left_behind()
 
     def _undropped(self) -> AbstractContextManager[Any]:
@@ -214,7 +199,10 @@ class Glance:
         meet."""
         if ours is None or theirs is None or ours.astray or not same(ours.losses[i], theirs.losses[i]):
             return False
-        if apart(credited(ours, {i: 1.0}), credited(theirs, {i: 1.0}), coarseness(ours)) is not None:
+        if (
+            apart(self._runs.credited(ours, {i: 1.0}), self._runs.credited(theirs, {i: 1.0}), coarseness(ours))
+            is not None
+        ):
             return False
         if not _same_constants(ours.shared, theirs.shared):
             return False
@@ -224,17 +212,10 @@ class Glance:
 
     def _taped(self, sites: Sites, data: Any, *, dropped: bool = False, weighted: bool = False) -> TapedRun | None:
         """A taped run; with dropout, at the random numbers of the step's own. None if gradients go past the tape."""
-        shared: list[Shared] = []
         tape = Tape if dropped or not self._drops else UndroppedTape
-        start = self._seed if self._own is None or not dropped else self._own.before
-        with own_randomness(start), torch.enable_grad():
-            with tape(self._subject.parameters, None, sites, count_of(data), lenient=True, shared=shared) as mode:
-                losses = self._subject.run(copied(data))
-            places = insides(mode) if not mode.lost and losses.requires_grad else []
-            grads = arrived(losses, places)
-            astray = weighted and misplaced(losses, places, self._seed, grads, keep=False) is not None
-        left = self._surroundings.left_behind()
-        return TapedRun(mode, losses.detach(), grads, astray, left, shared) if places else None
+        start = None if self._own is None or not dropped else self._own.before
+        run = self._runs.taped(tape, sites, data, start, weighted=weighted, shared=[])
+        return run if run.grads else None
 
 
 def _same_constants(ours: list[Shared], theirs: list[Shared]) -> bool:

@@ -6,7 +6,7 @@ a row alone is given its own part of what was drawn for the whole.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -275,6 +275,16 @@ class Probe(Numbered, Tape):
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it."""
         return Numbered.pass_by(self, func, args, kwargs)
+
+    def place(self, calls: Sequence["ProbedCall"], sites: Sequence[Site]) -> None:
+        """Say where the samples are in the operations, as for those calls: from now on it has gradients of samples."""
+        site_of = {call.name_of: site for call, site in zip(calls, sites, strict=True)}
+        placed = [(call, call.taped, site_of[call.name_of]) for call in self.calls]
+        self.ops = [
+            replace(taped, site=site, function=(site.rule is None and call.again) or call.op.function)
+            for call, taped, site in placed
+            if taped is not None and site.role in ("rows", "expanded")
+        ]
 
     def drawn_inside(self) -> None:
         """Note it."""
