@@ -13,8 +13,9 @@ The same runs show where the samples are in every operation that parameters meet
 Where that cannot be told, the model is right but cannot be followed: it is run sample by sample.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ from dpscale.engine.verify.values import (
     same,
     size,
 )
-from dpscale.engine.verify.whole import ALONE, WholeBatch
+from dpscale.engine.verify.whole import ALONE, ASTRAY, WholeBatch
 
 SEEDS = 8951, 18170, 2181, 3449, 31952, 5043, 8564, 5347, 10484, 4128, 12521, 49936, 23188, 8426, 1536, 35292
 """For forwards that draw: the first number that torch, random and numpy draw is near 1/32 with the first of these, near
@@ -109,6 +110,7 @@ class Look:
         self._runs = Runs(subject, seed)
         self._surroundings = self._runs.surroundings
         self._refusals = Refusals(self._runs, self._rows)
+        self._probes: list[Probe] = []
         self._moved: tuple[Any, Any, int] | None = None
         self._drops, self._eps, self._odd = False, 0.0, set[int]()
 
@@ -131,13 +133,13 @@ class Look:
                        eps=self._eps, odd=frozenset(self._odd))  # fmt: skip
 
     def _look(self) -> Finding:
-        growth = self._growth()
+        growth, self._probes = self._growth(), []
         base = self._probe(growth=growth) if growth.aligned else self._runs.numbered()
         losses = self._runs.losses(base, self._rows)
         self._drops, self._eps = base.drops, base.eps
         # Backwards come before the state is put back: hooks may read what this forward has left.
         sent = [self._sent(base, losses, i) for i in range(ROWS)]
-        middle, mixed = self._plain(base, losses, _one(ROWS // 2)), self._plain(base, losses, _MIXED)
+        mixed = self._plain(base, losses, _MIXED)
         left = self._surroundings.left_behind()
         if not losses.requires_grad:
             raise UnsupportedModel(
@@ -155,13 +157,13 @@ class Look:
                 raise Obstacle("which operations run depends on the values in the batch, or on how many rows it has")
             _require_no_hooks(self._subject.parameters)
             sites = places(base, [probe for probe, *_ in others], sent, growth)
-            for probe in (base, *(probe for probe, *_ in others)):
+            for probe in self._probes:
                 probe.place(base.calls, sites)
             self._check_arrived(base, sent, others)
-            self._check_credit(base, sent, middle, mixed)
-            each = self._check_credited(base, sent, others)
+            self._check_credit(base, sent, mixed)
+            each = self._check_credited(base, sent, others, mixed)
             if empty is not None:
-                self._check_among_nothing(each[ROWS // 2], *empty)
+                self._check_among_nothing(each[ROWS // 2], *empty, base.eps)
             if alone is not None:
                 i, theirs = alone
                 self._refusals.require_credit_near(each[i], theirs, _one(i), 1, base.eps)
@@ -184,7 +186,8 @@ class Look:
             self._own.drop()
 
     def _probe(self, **known: Any) -> Probe:
-        return Probe(self._subject.parameters, ROWS, self._runs.each, **known)
+        self._probes.append(Probe(self._subject.parameters, ROWS, self._runs.each, **known))
+        return self._probes[-1]
 
     def _growth(self) -> Growth:
         """Which tensors have a row for each sample."""
@@ -259,15 +262,20 @@ class Look:
         if [op.outputs for op in base.ran] == [op.outputs for op in mode.ran]:
             self._moved = ours, theirs, i
 
-    def _among_nothing(self, base: Any, ours: Tensor, left: Any) -> tuple[Gradient, Any, float] | None:
-        """Each row with empty ones around it; the gradient of the one in the middle there, if the model takes them."""
+    def _among_nothing(self, base: Any, ours: Tensor, left: Any) -> tuple[Callable[[], Gradient], Any] | None:
+        """Each row with empty ones around it; what the one in the middle is credited with there, to be had once places
+        are known, if the model takes them."""
         found = None
         for i in range(ROWS):
-            mode, data = self._runs.numbered(), replaced(self._rows, neutral(self._rows), [i])
+            taped = i == ROWS // 2 and isinstance(base, Probe)
+            mode = self._probe(like=base) if taped else self._runs.numbered()
+            data = replaced(self._rows, neutral(self._rows), [i])
             try:
                 losses = self._runs.losses(mode, data)
-                if i == ROWS // 2:
-                    found = self._runs.gradient(losses, _one(i)), data, reshaped(max(base.eps, mode.eps))
+                if isinstance(mode, Probe) and mode.lost:  # other operations, as where no mask is all ones
+                    found = partial(self._runs.gradient, losses, _one(i), mode.leaves), data
+                elif isinstance(mode, Probe):
+                    found = partial(self._credited, mode, self._sent(mode, losses, i), i), data
             except (UnsupportedModel, DrewUnseen):
                 raise
             except Exception:  # a model need not take them
@@ -276,11 +284,21 @@ class Look:
             self._settle(base, mode, data, ours, losses, i, left)
         return found
 
-    def _check_among_nothing(self, ours: Gradient, theirs: Gradient, data: Any, rounding: float) -> None:
-        """Nothing may well have no gradient, or none that is finite."""
+    def _check_among_nothing(self, ours: Gradient, credited: Callable[[], Gradient], data: Any, eps: float) -> None:
+        """Nothing may well have no gradient, or none that is finite. Rows that are sorted may stand elsewhere there."""
+        if self._alike_among_nothing(ours, credited(), eps):
+            return
+        losses = self._runs.losses(self._runs.numbered(), data)
+        theirs = self._runs.gradient(losses, _one(ROWS // 2))
+        self._surroundings.restore()
+        if self._alike_among_nothing(ours, theirs, eps):
+            raise Obstacle(ASTRAY)
+        self._refusals.refuse_gradient(self._rows, data, ROWS // 2)
+
+    @staticmethod
+    def _alike_among_nothing(ours: Gradient, theirs: Gradient, eps: float) -> bool:
         finite = np.isfinite(size(theirs)) and np.isfinite(size(ours))
-        if theirs and finite and apart(theirs, ours, rounding) is not None:
-            self._refusals.refuse_gradient(self._rows, data, ROWS // 2)
+        return not theirs or not finite or apart(theirs, ours, reshaped(eps)) is None
 
     # 2 and 5: alone
 
@@ -377,7 +395,7 @@ class Look:
             return {}
         parameters = self._subject.parameters
         targets = {("leaf", n): t for n, t in base.leaves.items()} | {("past", n): t for n, t in parameters.items()}
-        return gradient(losses, weights, targets)
+        return self._runs.gradient(losses, weights, targets)
 
     def _check_arrived(self, base: Probe, sent: Sequence[Gradient], others: Sequence[Any]) -> None:
         """In other company the loss of a row sends the same gradients to the same places."""
@@ -387,37 +405,25 @@ class Look:
             if apart(sent[i], theirs, _rounding(base, probe)) is not None:
                 raise UnsupportedModel(BACKWARD)
 
-    def _check_credit(self, base: Probe, sent: Sequence[Gradient], middle: Gradient, mixed: Gradient) -> None:
-        """The tape's gradients are autograd's: of the row in the middle, norm included, and of a mixture of all rows.
-
-        Were rows credited to other samples, the mixture would be another one.
-        """
-        past = next((name for way, name in (*middle, *mixed) if way == "past"), None)
+    def _check_credit(self, base: Probe, sent: Sequence[Gradient], mixed: Gradient) -> None:
+        """The tape's gradients are autograd's, of a mixture of all rows: were rows credited to other samples, the
+        mixture would be another one."""
+        past = next((name for way, name in mixed if way == "past"), None)
         if past is not None:
             raise Obstacle(
                 f"parameter {past!r} is used where its operations cannot be seen (a compiled or scripted part, a "
                 "custom autograd function)"
             )
         forms = _forms(base, added(sent))
-        with exactly(base.device):
-            norms = torch.stack([form.norm2() for form in forms.values()]).sum(0).sqrt() if forms else None
-        close_to = max(1e-9, base.eps**0.5)
-        # A norm counts in what underflow can take from it, so that of a gradient of nothing is not quite nothing.
-        least = 1e-9 * max(size(middle), size(mixed)) + 1e-17
-        for weights, theirs in ((_one(ROWS // 2), middle), (_MIXED, mixed)):
-            with exactly(base.device):
-                each = torch.tensor(weights, device=base.device)
-                ours = {("leaf", n): form.weighted(each) for n, form in forms.items()}
-            whole = size(theirs)
-            if not np.isfinite(whole):
-                continue
-            if (name := apart(ours, theirs, close_to)) is not None:
-                raise Obstacle(f"what is credited to a row is not its gradient at parameter {name[1]!r}")
-            off = relative(close_to) * whole + least
-            if theirs is middle and norms is not None and abs(float(norms[ROWS // 2]) - whole) > off:
-                raise Obstacle("the norm that is credited to a row is not that of its gradient")
+        theirs = {name: g for (_, name), g in mixed.items()}
+        if not np.isfinite(size(theirs)):
+            return
+        if (name := apart(self._runs.weighted(forms, _MIXED), theirs, _exactness(base))) is not None:
+            raise Obstacle(f"what is credited to a row is not its gradient at parameter {name!r}")
 
-    def _check_credited(self, base: Probe, sent: Sequence[Gradient], others: Sequence[Any]) -> list[Gradient]:
+    def _check_credited(
+        self, base: Probe, sent: Sequence[Gradient], others: Sequence[Any], mixed: Gradient
+    ) -> list[Gradient]:
         """In other company a row is credited with the same gradient; that of each row.
 
         What arrives may be the same where this is not: a layer of zeros sends nothing back, and its own gradient is
@@ -425,13 +431,29 @@ class Look:
         """
         each = []
         for i, (probe, theirs, data) in enumerate(others):
-            row = torch.tensor([i], device=base.device)
-            ours = self._runs.weighted(_forms(base, sent[i], row), [1.0])
-            other = self._runs.weighted(_forms(probe, theirs, row), [1.0])
-            if apart(ours, other, _rounding(base, probe)) is not None:
+            forms = _forms(base, sent[i], torch.tensor([i], device=base.device))
+            ours = self._runs.weighted(forms, [1.0])
+            if i == ROWS // 2:
+                self._check_norm(base, forms, mixed)
+            if apart(ours, self._credited(probe, theirs, i), _rounding(base, probe)) is not None:
                 self._refusals.refuse_gradient(self._rows, data, i)
             each.append(ours)
         return each
+
+    def _credited(self, probe: Probe, sent: Gradient, i: int) -> Gradient:
+        """What row i is credited with, of what its loss sends."""
+        return self._runs.weighted(_forms(probe, sent, torch.tensor([i], device=probe.device)), [1.0])
+
+    def _check_norm(self, base: Probe, forms: Forms, mixed: Gradient) -> None:
+        """The norm that is credited to a row is that of the gradient that is."""
+        if not forms:
+            return
+        with exactly(base.device):
+            norm = float(torch.stack([form.norm2() for form in forms.values()]).sum(0).sqrt())
+            whole = size({n: form.weighted(torch.ones(1, device=base.device)) for n, form in forms.items()})
+        # A norm counts in what underflow can take from it, so that of a gradient of nothing is not quite nothing.
+        if np.isfinite(whole) and abs(norm - whole) > relative(_exactness(base)) * whole + 1e-9 * size(mixed) + 1e-17:
+            raise Obstacle("the norm that is credited to a row is not that of its gradient")
 
 
 def _one(i: int) -> list[float]:
@@ -444,6 +466,11 @@ def _known(base: Probe, sites: Sequence[Site]) -> Sites:
     for call, site in zip(base.calls, sites, strict=True):
         known.add(call.op, site)
     return known
+
+
+def _exactness(base: Probe) -> float:
+    """By how much of itself a gradient may be off that is computed in two ways."""
+    return max(1e-9, float(base.eps**0.5))
 
 
 def _rounding(base: Probe, probe: Probe) -> float:

@@ -279,7 +279,7 @@ class Probe(Numbered, Tape):
     def place(self, calls: Sequence["ProbedCall"], sites: Sequence[Site]) -> None:
         """Say where the samples are in the operations, as for those calls: from now on it has gradients of samples."""
         site_of = {call.name_of: site for call, site in zip(calls, sites, strict=True)}
-        placed = [(call, call.taped, site_of[call.name_of]) for call in self.calls]
+        placed = [(call, call.taped, site_of[call.name_of]) for call in self.calls if call.name_of in site_of]
         self.ops = [
             replace(taped, site=site, function=(site.rule is None and call.again) or call.op.function)
             for call, taped, site in placed

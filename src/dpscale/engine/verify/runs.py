@@ -99,7 +99,7 @@ class Runs:
         return None if drew or mode.unmatched else (losses.detach(), sent)
 
     def gradient(
-        self, losses: Tensor, weights: Sequence[float], values: Mapping[str, Tensor] | None = None
+        self, losses: Tensor, weights: Sequence[float], values: Mapping[Any, Tensor] | None = None
     ) -> Gradient:
         """Autograd's, of the parameters or of other values of theirs, as it is compared."""
         targets = self.subject.parameters if values is None else values

@@ -22,7 +22,7 @@ from dpscale.engine.verify.runs import Runs
 from dpscale.engine.verify.values import Gradient, added, apart, near, reshaped, rounding, size
 
 ALONE = "an operation cannot be run for one sample ({})"
-_ASTRAY = "what arrives in a row is not of that row's loss alone: rows change places, or meet"
+ASTRAY = "what arrives in a row is not of that row's loss alone: rows change places, or meet"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class WholeBatch:
         elif not self._draws and ways:
             self._as_among_few(ours)
         if ours.astray:
-            raise Obstacle(_ASTRAY)
+            raise Obstacle(ASTRAY)
         return odd
 
     @property
@@ -153,7 +153,7 @@ class WholeBatch:
         if ours.astray or (
             self._known is not None and self._runs.taped(Tape, self._known, data, ours.start, weighted=True).astray
         ):
-            raise Obstacle(_ASTRAY)
+            raise Obstacle(ASTRAY)
         self._refusals.refuse_gradient(self._batch, data, keep[0])
 
     def _as_among_few(self, ours: _Whole) -> None:
