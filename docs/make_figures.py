@@ -1,5 +1,6 @@
-"""Draws the figure of what-s-does.md: python docs/make_figures.py (needs matplotlib, from dpscale[lab])."""
+"""Draws the figures of what-s-does.md and record.md: python docs/make_figures.py (needs dpscale[lab])."""
 
+import json
 from pathlib import Path
 
 import matplotlib
@@ -9,8 +10,10 @@ import matplotlib.pyplot as plt
 import torch
 
 from dpscale import PSAC, PSASC, AutoS, Clip
+from dpscale.lab.stats import interval
 
 HERE = Path(__file__).parent / "figures"
+RESULTS = HERE.parents[1] / "results"
 C, S, R = 0.25, 0.55, 1e-3  # the paper's FashionMNIST setting
 RULES = {
     "Clip": (Clip(C=C), "#7f7f7f", "-"),
@@ -18,6 +21,50 @@ RULES = {
     "PSAC": (PSAC(C=C, r=R), "#0072b2", "-"),
     f"PSASC, s = {S:g}": (PSASC(C=C, s=S, r=R), "#d55e00", "--"),
 }
+
+
+LEVERS = {
+    "the paper's settings": ("normed_cnn", 512),
+    "larger batch and more epochs, another CNN": ("gelu_cnn", 4096),
+    "scattering and two convolutions, the paper's batch and epochs": ("scatter", 512),
+    "both": ("scatter", 4096),
+}
+"""What each row of record.md's table changes: the network (the beginning of its name), and the batch."""
+
+
+def lever_accuracies() -> dict[str, dict[str, list[float]]]:
+    """Test accuracies of DP-PSAC, one per seed, by data set and lever, from the records."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for data in ("mnist", "fashion-mnist"):
+        tried = [RESULTS / "tried" / "record" / f"{name}.jsonl" for name in ("levers", "final")]
+        records = [json.loads(line) for path in tried for line in path.read_text().splitlines()]
+        runs = [(r["model"], r["batch"], r["accuracy"]) for r in records
+                if r["role"] == "final" and r["preset"] == data and r["method"] == "dp-psac"]  # fmt: skip
+        paper = [json.loads(line) for line in (RESULTS / f"{data}.jsonl").read_text().splitlines()]
+        runs += [(r["config"]["model"], r["config"]["batch"], r["accuracy"]) for r in paper
+                 if r["role"] == "final" and r["method"] == "dp-psac"]  # fmt: skip
+        found[data] = {
+            lever: [accuracy for model, size, accuracy in runs if model.startswith(name) and size == batch]
+            for lever, (name, batch) in LEVERS.items()
+        }
+    return found
+
+
+def draw_levers() -> None:
+    """What each lever gave, with 95% intervals."""
+    fig, each = plt.subplots(1, 2, figsize=(10, 2.6), layout="constrained", sharey=True)
+    for axes, (data, levers) in zip(each, lever_accuracies().items(), strict=True):
+        for place, (lever, accuracies) in enumerate(levers.items()):
+            mean, half = interval(accuracies)
+            assert half is not None
+            colour = "#d55e00" if lever == "both" else "#0072b2"
+            axes.errorbar(100 * mean, -place, xerr=100 * half, fmt="o", color=colour, capsize=4)
+        axes.set(title=data, xlabel="test accuracy, %")
+        axes.set_yticks([-k for k in range(len(levers))], list(levers))
+        axes.margins(y=0.2)
+        axes.grid(alpha=0.25, axis="x")
+        axes.spines[["top", "right"]].set_visible(False)
+    fig.savefig(HERE / "levers.png", dpi=120)
 
 
 def draw() -> None:
@@ -42,3 +89,4 @@ def draw() -> None:
 
 if __name__ == "__main__":
     draw()
+    draw_levers()
