@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dpscale.people import People as People
     from dpscale.people import by_user as by_user
     from dpscale.plan import Plan as Plan
+    from dpscale.privatizing import privatize as privatize
     from dpscale.sampling import FixedSize as FixedSize
     from dpscale.sampling import FullBatch as FullBatch
     from dpscale.sampling import Poisson as Poisson
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from dpscale.selection import Selection as Selection
     from dpscale.training import Private as Private
     from dpscale.training import StepReport as StepReport
-    from dpscale.training import privatize as privatize
     from dpscale.tuning import Tuned as Tuned
     from dpscale.tuning import tune as tune
 else:
@@ -59,10 +59,11 @@ else:
             "one_call": "make_private",
             "people": "People by_user",
             "plan": "Plan",
+            "privatizing": "privatize",
             "sampling": "FixedSize FullBatch Poisson Shuffled",
             "scaling": "PSAC PSASC AutoS Clip",
             "selection": "Selection",
-            "training": "Private StepReport privatize",
+            "training": "Private StepReport",
             "tuning": "Tuned tune",
         },
     )

@@ -28,8 +28,9 @@ from dpscale.engine import LossFn
 from dpscale.engine.compat import tree_map
 from dpscale.momentum import DiSK, HeavyBall, InnerOuter, Momentum
 from dpscale.plan import Plan
+from dpscale.privatizing import privatize
 from dpscale.sampling import Shuffled
-from dpscale.training import Private, privatize
+from dpscale.training import Private
 
 BLANKS = 512
 """Coordinates that no sample moves, half of them in a tensor of their own."""

@@ -15,11 +15,12 @@ from dpscale.ledger import Ledger
 from dpscale.momentum import Momentum
 from dpscale.people import people_of
 from dpscale.plan import Plan
+from dpscale.privatizing import privatize
 from dpscale.sampling import Poisson, Sampling
 from dpscale.scaling import PSASC, Scaling
 from dpscale.secure_noise import Source
 from dpscale.sources import dataset_of
-from dpscale.training import Private, privatize
+from dpscale.training import Private
 
 log = logging.getLogger("dpscale")
 

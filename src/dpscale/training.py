@@ -4,31 +4,30 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from dpscale.batches import Batch, Batches, Padding, device_of, part_of, rows_of
-from dpscale.booking import open_run
 from dpscale.card import Booked, Card, history, randomness
 from dpscale.card import make as make_card
-from dpscale.checks import complaint, out_of_memory, plain_number, require, require_count
-from dpscale.distributed import Description, Ranks, unwrapped
+from dpscale.checks import complaint, plain_number, require, require_count
+from dpscale.distributed import Description, Ranks
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
 from dpscale.engine.arguments import check_loss_fn, plain_tensors, tensors_in
 from dpscale.engine.compat import foreach_add_, foreach_div_
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.modules import Structure, structure
+from dpscale.engine.result import joined, nothing
 from dpscale.feeding import Feed
-from dpscale.guard import Guard, wrapped
-from dpscale.ledger import BudgetExhausted, Ledger
+from dpscale.guard import Guard
+from dpscale.ledger import BudgetExhausted
+from dpscale.memory import MICRO_BATCH, TooLarge, device_advice, memory_advice
 from dpscale.momentum import MomentumState
 from dpscale.noise import Key
 from dpscale.packing import Padded, holds, over_packed
@@ -37,7 +36,7 @@ from dpscale.plan import Plan
 from dpscale.resuming import Saver
 from dpscale.run import RunState
 from dpscale.sampling import Draw
-from dpscale.secure_noise import Source, check_source, default_source, noise_from
+from dpscale.secure_noise import Source, noise_from
 from dpscale.shapes import Sizes
 
 log = logging.getLogger("dpscale")
@@ -324,7 +323,7 @@ class Private:
                 if draw.shares is not None:
                     self._engine.recorder.require_order(tensors_in(data))
                     batch, loss_fn = by_person(batch, loss_fn)
-                with self._engine.timed(), _device_advice(batch.data, self.model):
+                with self._engine.timed(), device_advice(batch.data, self.model):
                     out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
                 report = self._book(draw, out)
             self._release(draw, out, parameters, momentum)
@@ -426,17 +425,17 @@ class Private:
                 "that between batches."
             )
         foreach_add_(list(out.grads.values()), [kept.grads[n] for n in out.grads])
-        return replace(_joined([kept, out]), grads=out.grads)
+        return replace(joined([kept, out]), grads=out.grads)
 
     def _recorded(self, losses: Tensor, draw: Draw, part: slice | None, parameters: Parameters) -> ScaledSum:
         """The sum over the samples of a part, from the losses of its rows, whose forward was recorded."""
         count, each = len(draw.mask[part or slice(None)]), draw.rows // len(draw.mask)
         check_losses(losses, count * each)
         if not draw.mask.any():
-            return _nothing(parameters, losses.device, self.plan.bound)
+            return nothing(parameters, losses.device, self.plan.bound)
         if draw.shares is not None:
             losses = mean_of(losses, torch.from_numpy(draw.shares[part or slice(None)]).to(losses.device))
-        with _memory_advice(count, f"{_MICRO_BATCH}, or private.backward on each of private.parts(batch, {{}})"):
+        with memory_advice(count, f"{MICRO_BATCH}, or private.backward on each of private.parts(batch, {{}})"):
             mask = torch.ones(count, dtype=torch.bool, device=losses.device)
             return self._engine.recorder.scaled_sum(losses, self.plan.scaling, mask)
 
@@ -483,7 +482,7 @@ class Private:
         """The same, micro-batch by micro-batch."""
         data, count = batch.data, len(batch.draw.mask)
         if not batch.draw.mask.any():
-            return _nothing(parameters, device_of(data), self.plan.bound)
+            return nothing(parameters, device_of(data), self.plan.bound)
         points = momentum.points()
         padding = self._padding if self._engine.compiles and not self._state.per_sample else None
         split = [(slice(0, count), count)]
@@ -507,7 +506,7 @@ class Private:
                     found=found.pop() if found else None, meanwhile=self._state.ahead,
                 )  # fmt: skip
 
-            with _memory_advice(size):
+            with memory_advice(size):
                 if padding:
                     out = padding(part, length, size, summed)
                 else:
@@ -515,7 +514,7 @@ class Private:
             if parts:  # added at once: a compiled step overwrites its own answer
                 foreach_add_(list(parts[0].grads.values()), [out.grads[n] for n in parts[0].grads])
             parts.append(out)
-        return _joined(parts)
+        return joined(parts)
 
     def _terms(self, draw: Draw) -> dict[str, Any]:
         """What every rank must say alike before a draw is released."""
@@ -609,122 +608,6 @@ class Private:
         )
 
 
-def privatize(
-    model: nn.Module, optimizer: Optimizer, plan: Plan, *, seed: int | None = None, micro_batch: int | None = None,
-    compile: bool | None = None, ledger: Ledger | None = None, run: str | None = None, group: Any = None,
-    noise: Source | None = None,
-) -> Private:  # fmt: skip
-    """Train ``model`` with ``optimizer`` under ``plan``.
-
-    Guarantee: the parameters after any number of steps are (ε, δ)-differentially private, ε =
-    ``private.epsilon(delta)``, under the adjacency that ``plan.statement()`` names, if no randomness leaks and
-    nothing else about the data is published.
-
-    Args:
-        model: any module that treats samples apart; checked at the first step, and again in the course of the run.
-        optimizer: any torch optimizer over the model's parameters, or a wrapper of one; plan: calibrated.
-        seed: None for the operating system's randomness; an integer makes the run reproducible until it is resumed, and
-            its noise guessable. With a ledger it has no effect: runs that are added up must not share noise.
-        micro_batch: samples per forward of `Private.step`; None for a whole batch. A matter of memory and speed: the
-            result does not depend on it. In a loop of your own, `Private.parts` divides a batch.
-        compile: trace and compile `Private.step` at its first batch, which takes from seconds to a minute and pays over
-            a long run. None: on CUDA, and on the CPU once it is seen that minutes of steps are left (not with a seed: a
-            run that is compiled midway cannot be reproduced). What cannot be compiled runs eagerly, and the log says
-            why. Numbers that ``loss_fn`` reads from objects other than modules are then taken as they were at first.
-        ledger: where all runs on these data are booked. A plan that does not fit into what is left of its total is
-            refused, and so is the step that could not be written down.
-        run: the name of this run in the ledger, under which it is resumed. None: a new one.
-        group: the `torch.distributed` process group to train in; None for that of all processes, if there is one. Every
-            rank calls this and all that follows alike, on the whole data set, and takes its rows of each draw.
-        noise: "secure": ChaCha20 for the noise and SHAKE-256 for the draws, against an adversary who tries to predict
-            them; needs the extra ``secure``, but not on CUDA. "fast" (None): generators of numpy and torch.
-
-    Example:
-        >>> import torch, dpscale; from torch import nn; from torch.utils.data import TensorDataset
-        >>> data = TensorDataset(torch.randn(200, 5), torch.randint(0, 2, (200,)))
-        >>> model = nn.Linear(5, 2); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> plan = dpscale.Plan(scaling=dpscale.PSASC(C=1.0, s=0.5, r=0.01),
-        ...                     sampling=dpscale.Poisson(size=200, batch=20), steps=3).calibrate(epsilon=3, delta=1e-4)
-        >>> private = dpscale.privatize(model, optimizer, plan)
-        >>> loss = nn.CrossEntropyLoss(reduction="none")
-        >>> for batch in private.batches(data):
-        ...     _ = private.step(batch, lambda model, data: loss(model(data[0]), data[1]))
-        >>> private.steps_taken, private.epsilon(1e-4) <= 3
-        (3, True)
-    """
-    seed, micro_batch = plain_number(seed), plain_number(micro_batch)
-    require(run is None or ledger is not None, "privatize", "run", "left out without a ledger", run)
-    _check_types(optimizer, plan, compile, ledger)
-    model = unwrapped(model)
-    ranks = Ranks(model, group)
-    key = ranks.key(seed)
-    source = default_source({p.device.type for p in model.parameters()}) if noise is None else noise
-    terms = partial(_terms_of, model, optimizer, plan, ranks, (ledger is not None, run), source)
-    with ranks.whole("privatize"), ranks.together("privatize", terms):
-        _check_arguments(model, optimizer, plan, micro_batch, source)
-        compiles = _compiles(model, plan, compile, seed, ranks)
-        private = Private(model, optimizer, plan, key, micro_batch, compiles, ranks, source)
-        if ledger is not None and ranks.rank == 0:  # one of them books for all
-            private._state.booking = open_run(ledger, run, plan)
-    if ledger is not None:
-        private._saver.adopt()
-    return private
-
-
-def _check_types(optimizer: Any, plan: Any, compile: Any, ledger: Any) -> None:
-    """Refuse what is something else than it should be, before anything is asked of it."""
-    for ok, name, must, got, action in (
-        (hasattr(optimizer, "param_groups") and not isinstance(optimizer, type), "optimizer", "a torch optimizer",
-         optimizer, "Make one: torch.optim.SGD(model.parameters(), lr=0.1)."),
-        (isinstance(plan, Plan), "plan", "a dpscale.Plan", plan,
-         "Or call make_private(model, optimizer, data, epsilon=..., delta=...), which makes one."),
-        (compile is None or isinstance(compile, bool) or callable(compile), "compile", "True, False or None", compile,
-         "None lets the library decide."),
-        (isinstance(ledger, Ledger | None), "ledger", "a dpscale.Ledger, or None", ledger,
-         "Open one: dpscale.Ledger('my.ledger', epsilon=..., delta=...), the total of all runs."),
-    ):  # fmt: skip
-        require(ok, "privatize", name, must, got if isinstance(got, str | Path) else type(got).__name__, action)
-
-
-def _terms_of(
-    model: nn.Module, optimizer: Optimizer, plan: Plan, ranks: Ranks, booked: tuple[bool, str | None], source: str
-) -> dict[str, Any]:
-    """What every rank must say alike before a run begins."""
-    settings = [{k: str(v) for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
-    return {
-        "plan": repr(plan), "parameters": Description.of(model), "optimizer": (type(optimizer).__name__, *settings),
-        "values": ranks.values((*model.parameters(), *model.buffers())), "ledger": booked, "noise": source,
-    }  # fmt: skip
-
-
-def _compiles(model: nn.Module, plan: Plan, asked: bool | None, seed: int | None, ranks: Ranks) -> bool | Worth:
-    """Whether to compile, or what decides it in the course of the run."""
-    if asked is not None:
-        return asked
-    on_gpu = all(p.is_cuda for p in model.parameters())
-    return on_gpu or (Worth(plan.steps or 0) if seed is None and ranks.size == 1 else False)
-
-
-def _check_arguments(model: nn.Module, optimizer: Optimizer, plan: Plan, micro_batch: int | None, source: str) -> None:
-    require(plan.noise_multiplier is not None, "privatize", "plan", "calibrated", "a plan without a noise multiplier",
-            "Call plan.calibrate(epsilon=..., delta=...), or give noise_multiplier.")  # fmt: skip
-    require(plan.steps is not None, "privatize", "plan", "one that says how many steps", "a plan without steps",
-            "Give steps or epochs, or call plan.calibrate_steps(epsilon=..., delta=...).")  # fmt: skip
-    if micro_batch is not None:
-        require_count("privatize", "micro_batch", micro_batch)
-    unloaded = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta and not is_lazy(t)]
-    require(not unloaded, "privatize", "model", "one whose parameters are in memory", f"{unloaded[:1]} on 'meta'",
-            "Load its weights first; model.to_empty(device='cpu') makes room for them.")  # fmt: skip
-    lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
-    require(not lazy, "privatize", "model", "one whose parameters have shapes", f"a lazy one ({lazy[:1]} has none yet)",
-            "Run a batch of zeros through it, and then make the optimizer.")  # fmt: skip
-    require_finite(model)
-    lbfgs = any(isinstance(one, torch.optim.LBFGS) for one in wrapped(optimizer))
-    require(not lbfgs, "privatize", "optimizer", "one that steps once per gradient", "LBFGS",
-            "It evaluates the loss several times a step, which would be several releases.")  # fmt: skip
-    check_source("privatize", source, {p.device.type for p in model.parameters()})
-
-
 def check_optimizer(model: nn.Module, optimizer: Optimizer, stored: Callable[[Tensor], Tensor]) -> None:
     """It must be over the model's trainable parameters, all of them and nothing else; ``stored`` says where they are
     kept between steps."""
@@ -736,63 +619,3 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, stored: Callable[[Te
     idle = [n for i, n in names.items() if i not in steered]
     require(not idle, "privatize", "optimizer", "over every trainable parameter", f"one without {idle[:3]}",
             "Add them, or freeze them with requires_grad_(False): they count in every norm.")  # fmt: skip
-
-
-class TooLarge(MemoryError):
-    """So many samples do not fit into memory."""
-
-    def __init__(self, rows: int, action: str) -> None:
-        super().__init__(
-            f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. "
-            f"{action.replace('{}', str(max(1, rows // 2)))}: the result does not depend on it."
-        )
-        self.rows = rows
-
-
-_MICRO_BATCH = "Call privatize(..., micro_batch={}) and private.step(batch, loss_fn)"
-
-
-@contextmanager
-def _memory_advice(rows: int, action: str = _MICRO_BATCH) -> Iterator[None]:
-    """Say what to do when a micro-batch does not fit."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise TooLarge(rows, action) from error
-
-
-@contextmanager
-def _device_advice(data: Any, model: nn.Module) -> Iterator[None]:
-    """Say what to do when batch and model are on different devices: ``loss_fn`` may move them, so it is tried."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "same device" not in str(error):
-            raise
-        model_on = next((p.device for p in model.parameters()), "cpu")
-        raise ValueError(
-            f"Tensors are on different devices: the batch on {device_of(data)}, the model on {model_on}. Nothing was "
-            f"released. Call private.step(batch.to({str(model_on)!r}), loss_fn)."
-        ) from error
-
-
-def _nothing(parameters: Parameters, device: torch.device, bound: float) -> ScaledSum:
-    """The sum over no sample, in one row."""
-    sums = {n: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()}
-    return ScaledSum(
-        grads=sums, norms=torch.zeros(1, device=device), weights=torch.zeros(1, device=device),
-        losses=torch.zeros(1, device=device), ignored=torch.zeros((), dtype=torch.int64), bound=bound,
-    )  # fmt: skip
-
-
-def _joined(parts: list[ScaledSum]) -> ScaledSum:
-    """One result; the gradients of all parts are already in those of the first."""
-    if len(parts) == 1:
-        return parts[0]
-    losses, norms, weights = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("losses", "norms", "weights")
-    )
-    ignored = torch.stack([part.ignored for part in parts]).sum()
-    return replace(parts[0], losses=losses, norms=norms, weights=weights, ignored=ignored)

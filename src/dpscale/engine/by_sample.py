@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpscale.engine.combine import ScaledSum
 from dpscale.engine.compat import reparametrized
+from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules.forms import wide
 from dpscale.engine.tape.tape import unrecorded
 from dpscale.engine.verify.rows import take

@@ -6,7 +6,6 @@ several points, has the *sum* of those gradients, so its uses are added before t
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from dpscale.engine.arguments import Points
 from dpscale.engine.compat import version
 from dpscale.engine.errors import PassedBy, UnsupportedModel
+from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules import Call, Form
 from dpscale.engine.rules.derivation import Derived, expanded, resolve
 from dpscale.engine.rules.forms import Change, Dense, Packed, drop, total, widen
@@ -27,33 +27,6 @@ Forms = dict[str, Form]
 
 Evaluated = tuple[list[Tape], list[Sequence[Tensor | None]], Tensor]
 """The tape of each point, what arrived at its operations, and the losses."""
-
-
-@dataclass(frozen=True)
-class ScaledSum:
-    """Σ_i weight_i · gradient_i over the samples of a batch, and what it was made of.
-
-    Guarantee: no sample adds more than ``bound`` to the sum, in norm over all trainable parameters.
-
-    Attributes:
-        grads: the sum, by parameter name, in float32 or wider.
-        norms, weights: per sample, (B,); both 0 where masked.
-        losses: per sample, (B,); with several points, at the last.
-        ignored: how many samples had a gradient that is not finite; they add exactly nothing.
-        bound: of the rule that gave the weights.
-
-    All but ``bound`` are exact, without noise: not for release.
-    """
-
-    grads: dict[str, Tensor]
-    norms: Tensor
-    weights: Tensor
-    losses: Tensor
-    ignored: Tensor
-    bound: float
-
-    def __repr__(self) -> str:
-        return f"ScaledSum({len(self.grads)} parameters, {len(self.norms)} samples, bound={self.bound:g})"
 
 
 @contextmanager

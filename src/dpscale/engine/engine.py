@@ -32,7 +32,7 @@ from dpscale.engine.arguments import (
     trainable,
 )
 from dpscale.engine.by_sample import sum_by_sample
-from dpscale.engine.combine import Evaluated, ScaledSum, combine, evaluate, exactly, gradients
+from dpscale.engine.combine import Evaluated, combine, evaluate, exactly, gradients
 from dpscale.engine.compat import reparametrized
 from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.compile.step import Backend, CompiledSum
@@ -42,6 +42,7 @@ from dpscale.engine.identity import Setting, code_of
 from dpscale.engine.modules import Structure, Writes, structure
 from dpscale.engine.phases import cold_start, phase, waiting
 from dpscale.engine.recorder import Recorder
+from dpscale.engine.result import ScaledSum
 from dpscale.engine.rules.forms import Dense
 from dpscale.engine.tape.tape import Sites, UnknownOperation
 from dpscale.engine.verify.glance import Glance

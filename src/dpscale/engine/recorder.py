@@ -20,10 +20,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from dpscale.engine.arguments import check_losses, trainable
-from dpscale.engine.combine import ScaledSum, backward, combine, exactly, gradients
+from dpscale.engine.combine import backward, combine, exactly, gradients
 from dpscale.engine.compat import tree_flatten, tree_unflatten
 from dpscale.engine.errors import SECOND, UnsupportedModel
 from dpscale.engine.modules import structure
+from dpscale.engine.result import ScaledSum
 from dpscale.engine.tape.tape import Tape, Watched
 from dpscale.engine.verify.credit import insides, misplaced
 from dpscale.engine.verify.randomness import random_states, set_random_states

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from dpscale.checks import require
 from dpscale.plan import Plan
-from dpscale.training import Private, privatize
+from dpscale.privatizing import privatize
+from dpscale.training import Private
 
 
 def prepare(

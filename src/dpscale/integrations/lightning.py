@@ -13,9 +13,10 @@ from dpscale.integrations.lightning_settings import OWNER, begun, check_new, che
 from dpscale.integrations.lightning_turn import Turn
 from dpscale.ledger import Ledger
 from dpscale.plan import Plan
+from dpscale.privatizing import privatize
 from dpscale.scaling import Scaling
 from dpscale.secure_noise import Source
-from dpscale.training import Private, privatize
+from dpscale.training import Private
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -19,9 +19,10 @@ from dpscale.integrations.trainer_arguments import COMPLETE, STATE, check, found
 from dpscale.ledger import Ledger
 from dpscale.one_call import kept_options
 from dpscale.plan import Plan
+from dpscale.privatizing import privatize
 from dpscale.scaling import Scaling
 from dpscale.secure_noise import Source
-from dpscale.training import Private, privatize
+from dpscale.training import Private
 
 
 class PrivateTrainer(Trainer):  # type: ignore[misc]

@@ -35,9 +35,9 @@ from dpscale.ledger import Ledger
 from dpscale.momentum import over_views, views
 from dpscale.noise import Key
 from dpscale.plan import Plan
+from dpscale.privatizing import privatize
 from dpscale.sampling import FullBatch, Poisson, Sampling
 from dpscale.scaling import Clip
-from dpscale.training import privatize
 
 _MEASURED = 10
 """A run is measured so many times at most, one of a large model half as often."""

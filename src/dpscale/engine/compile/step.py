@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpscale.engine.arguments import Points, leaves_of
-from dpscale.engine.combine import ScaledSum, evaluate, exactly, gradients, weigh
+from dpscale.engine.combine import evaluate, exactly, gradients, weigh
 from dpscale.engine.compat import (
     holds_for,
     trace_any_size,
@@ -38,6 +38,7 @@ from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import Setting
 from dpscale.engine.modules import Structure, structure, untouched
 from dpscale.engine.phases import cold_start, phase
+from dpscale.engine.result import ScaledSum
 from dpscale.engine.tape.channels import channels_last
 from dpscale.engine.tape.tape import Sites, UnknownOperation
 from dpscale.scaling import RULES, Scaling

@@ -1,0 +1,50 @@
+"""What is said when a batch does not fit into memory, or is on another device than the model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from dpscale.batches import device_of
+from dpscale.checks import out_of_memory
+
+
+class TooLarge(MemoryError):
+    """So many samples do not fit into memory."""
+
+    def __init__(self, rows: int, action: str) -> None:
+        super().__init__(
+            f"A micro-batch of {rows} rows does not fit into memory. Nothing was released. "
+            f"{action.replace('{}', str(max(1, rows // 2)))}: the result does not depend on it."
+        )
+        self.rows = rows
+
+
+MICRO_BATCH = "Call privatize(..., micro_batch={}) and private.step(batch, loss_fn)"
+
+
+@contextmanager
+def memory_advice(rows: int, action: str = MICRO_BATCH) -> Iterator[None]:
+    """Say what to do when a micro-batch does not fit."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise TooLarge(rows, action) from error
+
+
+@contextmanager
+def device_advice(data: Any, model: nn.Module) -> Iterator[None]:
+    """Say what to do when batch and model are on different devices: ``loss_fn`` may move them, so it is tried."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "same device" not in str(error):
+            raise
+        model_on = next((p.device for p in model.parameters()), "cpu")
+        raise ValueError(
+            f"Tensors are on different devices: the batch on {device_of(data)}, the model on {model_on}. Nothing was "
+            f"released. Call private.step(batch.to({str(model_on)!r}), loss_fn)."
+        ) from error
