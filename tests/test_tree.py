@@ -3,6 +3,8 @@
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -258,3 +260,10 @@ def test_no_name_of_a_package_is_that_of_its_module(name):
 def test_a_package_refuses_names_that_it_does_not_have(name):
     with pytest.raises(AttributeError, match=f"^module '{name}' has no attribute 'nothing'$"):
         importlib.import_module(name).nothing  # noqa: B018
+
+
+def test_every_breakage_fits_the_code():
+    run = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "breakages.py", "--list"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
