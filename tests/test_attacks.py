@@ -601,3 +601,34 @@ def test_zeros_that_open_between_two_powers_of_two_are_looked_behind():
             run.step(drawn, loss_fn)
             released.append(number)
     assert max(released) <= 8
+
+
+# A sixth attack
+
+
+class SeedsItself(Net):
+    """Starts torch's generator from all rows: before it draws, or for whoever draws next."""
+
+    def __init__(self, first, drops, constant=False):
+        super().__init__()
+        self.before, self.drops, self.constant = first, drops, constant
+
+    def forward(self, x):
+        if self.before:
+            self.seed(x)
+        x = F.dropout(x, 0.5) if self.drops else x + 3 * torch.randn_like(x)
+        if not self.before:
+            self.seed(x)
+        return super().forward(x)
+
+    def seed(self, x):
+        torch.manual_seed(5 if self.constant else int(1000 * x.abs().sum()))
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize(("first", "drops"), [(True, False), (False, False), (False, True)])
+def test_a_generator_that_is_started_from_the_samples_is_refused(how, first, drops):
+    """One sample that was exchanged moved a release by 7 bounds, also of draws that it was not in."""
+    with pytest.raises(dpscale.UnsupportedModel, match="seeds torch's generator"):
+        go(SeedsItself(first, drops), how)
+    assert go(SeedsItself(first, drops, constant=True), how, steps=2).steps_taken == 2
