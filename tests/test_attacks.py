@@ -695,3 +695,25 @@ def test_a_look_at_a_collate_function_that_draws_draws_nothing_itself():
     torch.manual_seed(0)
     assert keeps_apart(words_masked, [rows[0]], [[row] for row in rows[1:]])
     torch.testing.assert_close(words_masked(rows)[0], expected)
+
+
+@pytest.mark.parametrize("couples", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_counts_and_flags_among_the_outputs_in_a_loop_of_ones_own_are_looked_at(dtype, couples):
+    class Counts(Net):
+        def forward(self, x):
+            level = x[:, 0].mean() if couples else 0.0
+            return super().forward(x), (x[:, 0] > level).to(dtype)
+
+    def losses(model, batch):
+        logits, counts = model(batch[0])
+        return F.cross_entropy(logits, batch[1], reduction="none") * (1 + counts)
+
+    model = Counts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = dpscale.privatize(model, optimizer, plan(sampling=dpscale.Poisson(size=SIZE, batch=24), steps=2), seed=1)
+    with pytest.raises(dpscale.UnsupportedModel) if couples else contextlib.nullcontext():
+        for drawn in run.batches(data()):
+            run.backward(losses(model, drawn))
+            optimizer.step()
+            optimizer.zero_grad()
