@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 import dpscale
 from dpscale import noise
+from dpscale.batches import keeps_apart
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.tape.tape import Tape
 
@@ -601,3 +602,118 @@ def test_zeros_that_open_between_two_powers_of_two_are_looked_behind():
             run.step(drawn, loss_fn)
             released.append(number)
     assert max(released) <= 8
+
+
+# A sixth attack
+
+
+class SeedsItself(Net):
+    """Starts torch's generator from all rows: before it draws, or for whoever draws next."""
+
+    def __init__(self, first, drops, constant=False):
+        super().__init__()
+        self.before, self.drops, self.constant = first, drops, constant
+
+    def forward(self, x):
+        if self.before:
+            self.seed(x)
+        x = F.dropout(x, 0.5) if self.drops else x + 3 * torch.randn_like(x)
+        if not self.before:
+            self.seed(x)
+        return super().forward(x)
+
+    def seed(self, x):
+        torch.manual_seed(5 if self.constant else int(1000 * x.abs().sum()))
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize(("first", "drops"), [(True, False), (False, False), (False, True)])
+def test_a_generator_that_is_started_from_the_samples_is_refused(how, first, drops):
+    """One sample that was exchanged moved a release by 7 bounds, also of draws that it was not in."""
+    with pytest.raises(dpscale.UnsupportedModel, match="seeds torch's generator"):
+        go(SeedsItself(first, drops), how)
+    assert go(SeedsItself(first, drops, constant=True), how, steps=2).steps_taken == 2
+
+
+def mixed(samples):
+    x, y = default_collate(samples)
+    share = np.random.beta(1, 1)
+    return share * x + (1 - share) * x.roll(1, 0), y
+
+
+def permuted(samples):
+    x, y = default_collate(samples)
+    return x + torch.rand(()) * x[torch.randperm(len(x))], y
+
+
+def centred_noisily(samples):
+    x, y = default_collate(samples)
+    return x - x.mean(0) + 0.01 * torch.randn_like(x), y
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize("collate", [mixed, permuted, centred_noisily])
+def test_a_collate_function_that_draws_and_mixes_is_refused(collate, how):
+    with pytest.raises(dpscale.UnsupportedModel, match="collate_fn draws random numbers and mixes"):
+        go(Net(), how, loader={"collate_fn": collate})
+
+
+def words_masked(samples):
+    x, y = default_collate(samples)
+    return x * (torch.rand(x.shape) > 0.2), y
+
+
+def masked_in_another_order(samples):
+    return words_masked(sorted(samples, key=lambda sample: float(sample[0].sum())))
+
+
+def one_by_one(samples):
+    x, y = default_collate([(x + random.random(), y) for x, y in samples])
+    return x, y
+
+
+@pytest.mark.parametrize("collate", [words_masked, masked_in_another_order, one_by_one])
+def test_a_collate_function_that_draws_for_each_sample_is_taken(collate):
+    assert go(Net(), steps=4, loader={"collate_fn": collate}).steps_taken == 4
+
+
+def test_words_masked_in_rows_padded_to_the_longest_are_kept_apart():
+    def masked(rows):
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return ids * (torch.rand(ids.shape) > 0.2)
+
+    for seed in range(20):
+        g = seeded(seed)
+        rows = [[torch.randint(1, 50, (length,), generator=g)] for length in (9, 3, 8, 5, 2)]
+        assert keeps_apart(masked, rows[0], rows[1:])
+
+
+def test_a_look_at_a_collate_function_that_draws_draws_nothing_itself():
+    rows = [data()[i] for i in range(6)]
+    torch.manual_seed(0)
+    expected = words_masked(rows)[0]
+    torch.manual_seed(0)
+    assert keeps_apart(words_masked, [rows[0]], [[row] for row in rows[1:]])
+    torch.testing.assert_close(words_masked(rows)[0], expected)
+
+
+@pytest.mark.parametrize("couples", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_counts_and_flags_among_the_outputs_in_a_loop_of_ones_own_are_looked_at(dtype, couples):
+    class Counts(Net):
+        def forward(self, x):
+            level = x[:, 0].mean() if couples else 0.0
+            return super().forward(x), (x[:, 0] > level).to(dtype)
+
+    def losses(model, batch):
+        logits, counts = model(batch[0])
+        return F.cross_entropy(logits, batch[1], reduction="none") * (1 + counts)
+
+    model = Counts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = dpscale.privatize(model, optimizer, plan(sampling=dpscale.Poisson(size=SIZE, batch=24), steps=2), seed=1)
+    with pytest.raises(dpscale.UnsupportedModel) if couples else contextlib.nullcontext():
+        for drawn in run.batches(data()):
+            run.backward(losses(model, drawn))
+            optimizer.step()
+            optimizer.zero_grad()

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.checks import complaint, out_of_memory
-from dpscale.engine import ScaledSum
+from dpscale.engine import ScaledSum, UnsupportedModel
 from dpscale.engine.arguments import has_rows, over_rows, plain_tensors, tensors_in
 from dpscale.engine.compat import register_tree_node
-from dpscale.engine.verify.randomness import host_states, torch_states
+from dpscale.engine.verify.randomness import host_states, random_states, set_random_states, torch_states
 from dpscale.engine.verify.rows import Features, FeatureTable, blank_of, features, neutral
 from dpscale.packing import packed, unpacked
 from dpscale.sampling import Draw, Indices
@@ -188,8 +188,8 @@ class Collated:
     """A ``collate_fn`` that also says how many rows it was given, and what it makes of two samples alone.
 
     What it makes of a sample may depend on the others: it pads to the longest. Whoever checks that can compare, unless
-    it draws random numbers (masks of tokens): then what it makes of a sample is another thing each time. Where a sample
-    is a person of several rows, these must stay where they are.
+    it draws random numbers (masks of tokens): then what it makes of a sample is another thing each time, and is looked
+    at here, at the same random numbers. Where a sample is a person of several rows, these must stay where they are.
 
     Args:
         collate: from a list of rows to a batch.
@@ -217,6 +217,13 @@ class Collated:
                     singles[place] = self.collate(copy.deepcopy(samples[place]))
             if (host_states(), torch_states()) != before:
                 singles = {}
+                most = sizes.index(max(sizes))
+                if not keeps_apart(self.collate, samples[most], samples[:most] + samples[most + 1 :]):
+                    raise UnsupportedModel(
+                        "collate_fn draws random numbers and mixes samples (mixup, cutmix?): what it makes of a sample "
+                        "is another thing among others, at the same random numbers. A sample would then count in the "
+                        "gradients of several. Let it treat each sample apart."
+                    )
             if self.each and not keeps_order(self.collate, rows):
                 raise ValueError(
                     "collate_fn changes the order of its rows, or makes something else of each row every time. Rows "
@@ -224,6 +231,37 @@ class Collated:
                     "inside the model, and draw random numbers in the dataset."
                 )
         return count, self.collate(rows), singles
+
+
+def keeps_apart(collate: Callable[[list[Any]], Any], one: list[Any], others: Sequence[list[Any]]) -> bool:
+    """Whether some rows come out of a ``collate`` that draws as they do among copies of themselves, at the same random
+    numbers. Where it draws others each time, or gives other shapes, that cannot be told.
+
+    Args:
+        collate: it may sort.
+        one: the rows of the longest sample.
+        others: those of other samples.
+    """
+    states, found = random_states(), []
+    company = [row for other in others[:: -(-len(others) // 3) or 1] for row in other]
+    copies = [row for _ in range(len(company) // len(one)) for row in one]
+    for around in (company, company, copies):
+        set_random_states(states)
+        with suppress(Exception):  # it may need more
+            tensors = tensors_in(collate(copy.deepcopy([*one, *around])))
+            found.append([t.detach().cpu() for t in tensors if t.ndim and len(t) == len(one) + len(around)])
+    set_random_states(states)
+    shapes = [[t.shape for t in each] for each in found]
+    if len(found) < 3 or shapes.count(shapes[0]) < 3 or not all(map(_alike, found[0], found[1])):
+        return True
+    ours, theirs = ([t.unflatten(0, (-1, len(one))) for t in each] for each in found[1:])
+    samples = range(1 + len(company) // len(one))
+    return any(all(_alike(a[i], b[k]) for a, b in zip(ours, theirs, strict=True)) for i in samples for k in samples)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """To the bit; NaN is NaN."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def keeps_order(collate: Callable[[list[Any]], Any], rows: Sequence[Any], most: int = 6) -> bool:

@@ -1,5 +1,8 @@
 """Every part of a look and of a glance is needed: for each there is a model that nothing else would refuse."""
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -437,6 +440,35 @@ def test_a_switch_that_is_a_tensor_is_seen_when_somebody_writes_into_it(frozen):
     model.switch.fill_(1.0)
     with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled at"):
         engine.scaled_sum(loss_fn, batch(2), RULE)
+
+
+@dataclass(slots=True)
+class Slotted:
+    mixes: bool = False
+
+
+@pytest.mark.parametrize("held", [SimpleNamespace, Slotted, lambda mixes: type("Class", (), {"mixes": mixes})])
+@pytest.mark.parametrize("by", ["model", "loss"])
+def test_a_switch_in_a_configuration_is_seen_when_somebody_throws_it(by, held, taken):
+    """Between two powers of two."""
+    settings = held(mixes=False)
+    if by == "model":
+        model = Net(lambda h, x: h + h.mean(0), lambda x: model.settings.mixes)
+        model.settings, loss = settings, loss_fn
+    else:
+        model = Net()
+
+        def loss(model, batch):
+            losses = loss_fn(model, batch)
+            return losses * losses.detach().mean() if settings.mixes else losses
+
+    engine = Engine(model)
+    for seed in range(6):
+        engine.scaled_sum(loss, batch(seed), RULE)
+    assert len(taken) == 1
+    settings.mixes = True
+    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled at"):
+        engine.scaled_sum(loss, batch(6), RULE)
 
 
 @pytest.mark.parametrize("step", [True, False])

@@ -14,10 +14,11 @@ from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from dpscale.engine.arguments import LossFn, kind_of, shapes_of
-from dpscale.engine.modules import PLAIN, Structure, kind, structure
+from dpscale.engine.modules import PLAIN, Structure, holdings, kind, structure
 
 _MOST = 256  # functions, and entries of containers, to look at
 
@@ -138,6 +139,8 @@ class _Look:
                 yield name, self._value(value) if own or isinstance(value, (*PLAIN, nn.Module)) else _elsewhere(value)
 
     def _value(self, value: Any) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
         if isinstance(value, PLAIN):
             return type(value), value if self._numbers else kind(value)
         if isinstance(value, tuple):
@@ -154,10 +157,12 @@ class _Look:
 
 
 def _switches(value: Any) -> Iterator[Any]:
-    """Of a network, or of those that an object has as its attributes."""
+    """Of a network, or of those that an object has as its attributes; and what else that holds."""
     if isinstance(value, nn.Module):
         yield structure(value).switches()
-    elif not isinstance(value, (type, ModuleType)):
+        return
+    yield holdings(value)
+    if not isinstance(value, (type, ModuleType)):
         for each in list(getattr(value, "__dict__", {}).values()):
             if isinstance(each, nn.Module):
                 yield structure(each).switches()

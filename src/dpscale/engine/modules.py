@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, count
 from operator import attrgetter
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,7 @@ PLAIN = (*_NUMBERS, str, bytes, type(None))
 _SMALL = 8
 _MOST = 64  # entries of a dictionary or set to look at
 _DEEP = 6  # containers within containers
+_SETTINGS = (*PLAIN, np.generic, Enum, dict)  # lists grow
 _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 
 COUNTERS: Any = WeakTensorKeyDictionary()
@@ -35,6 +37,10 @@ COUNTERS: Any = WeakTensorKeyDictionary()
 
 COUNTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Attributes, whole numbers, that a forward was seen to change by itself, by their module."""
+
+
+class Held(tuple[Any, ...]):
+    """What an object holds, as `holdings` tells it."""
 
 
 class Hashed(tuple[Any, ...]):
@@ -171,13 +177,16 @@ class Attributes:
     def now(self) -> tuple[Any, ...]:
         """Their values. Of what has become something else, its type: tensors are not compared."""
         found = [attributes.get(name) for attributes, name in self._places]
-        plain = len(self._copies)
+        plain, told = len(self._copies), dict[int, Any]()
         if not _equal(found[:plain], self._copies):  # all at once, for they hardly ever change
             for k, value in enumerate(found[:plain]):
                 if not _equal(value, self._copies[k]):
                     self._comparables[k] = _comparable(value)
                     self._copies[k] = copy.deepcopy(value) if _plain(value) else object()
-        self._comparables[plain:] = map(_comparable, found[plain:])
+        for value in found[plain:]:  # one configuration is often held by every module
+            if id(value) not in told:
+                told[id(value)] = _comparable(value)
+        self._comparables[plain:] = [told[id(value)] for value in found[plain:]]
         return tuple(self._comparables)
 
     def kinds(self) -> tuple[Any, ...]:
@@ -274,7 +283,20 @@ def _comparable(value: Any, deep: int = _DEEP) -> Any:
         return tuple([(_comparable(name, deep - 1), _comparable(each, deep - 1)) for name, each in value.items()])
     if deep and isinstance(value, (set, frozenset)) and len(value) <= _MOST:
         return frozenset([_comparable(each, deep - 1) for each in value])
+    if deep == _DEEP and isinstance(held := holdings(value), Held):
+        return held
     return type(value)
+
+
+def holdings(value: Any) -> Any:
+    """The kinds of the numbers, flags and words in the attributes of an object or a class, as in a configuration; of
+    what has none, its type."""
+    if isinstance(value, (nn.Module, Tensor, ModuleType, FunctionType)):
+        return type(value)
+    held = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
+    held |= getattr(value, "__dict__", {})
+    own = [(name, each) for name, each in held.items() if isinstance(each, _SETTINGS)]
+    return Held([(n, kind(_comparable(each, 2))) for n, each in own]) if 0 < len(own) <= _MOST else type(value)
 
 
 def _plain(value: Any, deep: int = _DEEP) -> bool:
@@ -296,6 +318,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 def kind(value: Any) -> Any:
     """What a branch is most likely to ask of a number: its sign, which small whole one it is. Others are themselves."""
+    if isinstance(value, Held):  # tells when to look, and not what to compile
+        return Held
     if isinstance(value, complex):
         return value != 0
     if isinstance(value, int):

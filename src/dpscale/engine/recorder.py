@@ -264,8 +264,8 @@ def _has(t: Any, count: int) -> bool:
 
 def _projected(output: Any, samples: int, each: int = 1) -> Tensor:
     """One number per sample of a model's outputs, in which every entry that is finite counts, the larger the less; what
-    has no rows does not."""
-    rows = [t for t in tensors_of(output) if _has(t, samples * each) and t.is_floating_point()]
+    has no rows does not. Counts and flags do: a loss may be divided by them."""
+    rows = [t for t in tensors_of(output) if _has(t, samples * each) and not t.is_complex()]
     total = torch.zeros(samples, dtype=torch.float32, device=rows[0].device if rows else None)
     for t in rows:
         flat = t.reshape(samples, -1)

@@ -30,7 +30,7 @@ from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS, Obstacle, places
 from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped
 from dpscale.engine.verify.randomness import own_randomness
-from dpscale.engine.verify.refusals import BACKWARD, EACH_TIME, Refusals
+from dpscale.engine.verify.refusals import BACKWARD, EACH_TIME, SEEDED, Refusals
 from dpscale.engine.verify.rows import Features, companies, count_of, neutral, replaced, take
 from dpscale.engine.verify.runs import Runs, Subject
 from dpscale.engine.verify.values import (
@@ -245,6 +245,8 @@ class Look:
     def _settle(self, base: Any, mode: Any, data: Any, ours: Tensor, losses: Tensor, i: int, left: Any) -> None:
         """Row i and the state are what they were on our rows."""
         theirs = self._surroundings.left_behind()
+        if base.seeds != mode.seeds:
+            raise UnsupportedModel(SEEDED)
         self._unmoved(base, mode, self._rows, data, ours, losses, i)
         self._surroundings.compare(left, theirs)
 

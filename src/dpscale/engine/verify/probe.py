@@ -28,7 +28,7 @@ from dpscale.engine.tape.tape import (
     result,
     tensors_in,
 )
-from dpscale.engine.verify.randomness import host_states, seed_torch, torch_states
+from dpscale.engine.verify.randomness import host_states, seed_torch, torch_seeds, torch_states
 
 Shapes = tuple[torch.Size, ...]
 
@@ -129,10 +129,12 @@ class Numbered(ParameterOps):
         self.draws_freely = False  # whether anything but dropout drew: a branch may ask for it
         self.drops = False  # whether a dropout was left out
         self.unmatched = False  # whether random numbers could not be given to the row that they were drawn for
+        self.seeds: list[list[int]] = []  # that the forward itself started torch's generators from
         self.outputs: list[list[Tensor]] = []
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
         self._drew = 0
         self._start: Any = None
+        self._seeded: list[int] = []  # what torch's generators were last seen to have started from
         self._given: Draws | None = draws
         self._seed, self._keep = seed, keep
 
@@ -151,8 +153,9 @@ class Numbered(ParameterOps):
         self.ran.append(RanOp(func, inputs, ()))
         before = None
         if self._seed is not None:
+            self._note_seeds()
             seed_torch(self._seed + self._drew)
-            before = torch_states()
+            self._seeded, before = torch_seeds(), torch_states()
         met = any(id(t) in self.keys for t in tensors_in(args, kwargs))
         out = (self.meet if met else self.pass_by)(func, args, kwargs)
         made = result(func, args, out)
@@ -173,6 +176,7 @@ class Numbered(ParameterOps):
     def __enter__(self) -> Self:
         if not self._entered:
             self._start = host_states(), None if self._seed is not None else torch_states()
+            self._seeded = torch_seeds()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -182,6 +186,12 @@ class Numbered(ParameterOps):
             self.unmatched |= host_states() != host  # numbers of Python's or numpy's generators know nothing of rows
             if torchs is not None and torch_states() != torchs:
                 raise DrewUnseen
+            self._note_seeds()
+
+    def _note_seeds(self) -> None:
+        """Of the forward's own, since the operation before."""
+        if (now := torch_seeds()) != self._seeded:
+            self.seeds.append(now)
 
     def _note_precision(self, func: Callable[..., Any], made: Any) -> None:
         if isinstance(made, Tensor) and made.is_floating_point():

@@ -54,6 +54,11 @@ def torch_states() -> list[bytes]:
     return [generator.get_state().numpy().tobytes() for generator in _generators()]
 
 
+def torch_seeds() -> list[int]:
+    """What torch's generators were last started from."""
+    return [generator.initial_seed() for generator in _generators()]
+
+
 def seed_torch(number: int) -> None:
     """Start all of torch's generators from a number."""
     for generator in _generators():

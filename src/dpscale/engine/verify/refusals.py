@@ -22,6 +22,12 @@ EACH_TIME = (
     "buffer, or hand it over with the batch."
 )
 
+SEEDED = (
+    "The forward seeds torch's generator by what is in the samples (torch.manual_seed): what is drawn then, for every "
+    "sample and at the next step, depends on all of them. Seed outside of the forward, by a number that does not come "
+    "from the data."
+)
+
 _HIDDEN = (
     "Samples are coupled {}: the gradient of one sample depends on another, though no loss does. {}, or the backward "
     "of a custom autograd function, computes with the whole batch. Let it treat each sample apart, or leave it out."
