@@ -19,6 +19,7 @@ from dpscale import audit_statistics as statistics
 from dpscale import training
 from dpscale.audit import FALSE_ALARM, audit
 from dpscale.chances import Fast
+from dpscale.engine import combine
 from dpscale.noise import Noise
 from dpscale.secure_noise import SecureNoise
 
@@ -109,6 +110,35 @@ def uniform_noise(patch):
     patch.setattr(Noise, "add", add)
 
 
+def none_on(patch, chosen):
+    """Noise that some entries of the sums do not get."""
+    add = Noise.add
+
+    def some(self, sums, std, *rest):
+        before = {name: tensor.clone() for name, tensor in sums.items()}
+        add(self, sums, std, *rest)
+        for name, tensor in sums.items():
+            tensor.copy_(torch.where(chosen(tensor), before[name], tensor))
+
+    patch.setattr(Noise, "add", some)
+
+
+def no_noise_on_vectors(patch):
+    """As where biases have a group of their own."""
+    none_on(patch, lambda tensor: torch.tensor(tensor.dim() == 1))
+
+
+def no_noise_here_and_there(patch):
+    """As where a kernel leaves out the last of every 64 entries."""
+    none_on(patch, lambda tensor: (torch.arange(tensor.numel()) % 64 == 63).view(tensor.shape))
+
+
+def the_norm_of_one_tensor(patch):
+    """The largest, in the place of that of all tensors together."""
+    largest = lambda forms, mask: torch.stack([form.norm2() for form in forms]).amax(0).sqrt()  # noqa: E731
+    patch.setattr(combine, "_norms", largest)
+
+
 def realised_divisor(patch):
     book, divide, drawn = training.Private._book, training.foreach_div_, []
 
@@ -129,6 +159,9 @@ BREAKAGES = {
     too_little_noise: "size of the noise",
     uniform_noise: "shape of the noise",
     no_noise_once: "noise the same size in every step",
+    no_noise_on_vectors: "noise the same size in every coordinate",
+    no_noise_here_and_there: "noise the same size in every coordinate",
+    the_norm_of_one_tensor: "what canaries add, all together",
     realised_divisor: "noise the same size in every step",
     noise_again: "fresh noise in every step",
     noise_alike: "fresh noise in every coordinate",
