@@ -32,7 +32,11 @@ SHARP = dpscale.Plan(
     delta=1e-5,
 )  # fmt: skip
 """So little noise that it shows who is in a batch."""
-SHARPER = {"some_samples_twice": {"steps": 250}, "fixed_size_draws": {"steps": 250, "noise_multiplier": 0.1}}
+SHARPER = {
+    "some_samples_twice": {"steps": 250},
+    "fixed_size_draws": {"steps": 250, "noise_multiplier": 0.1},
+    "draws_with_replacement": {"steps": 600, "noise_multiplier": 0.1},
+}
 """What needs more steps, or less noise, to be seen."""
 
 
@@ -150,6 +154,11 @@ def realised_divisor(patch):
     patch.setattr(training, "foreach_div_", lambda sums, expected: divide(sums, drawn[-1]))
 
 
+def draws_with_replacement(patch):
+    """A sample may be in a batch twice."""
+    patch.setattr(dpscale.Poisson, "_draw", lambda self, chances: np.sort(chances._rng.integers(0, 1000, self.batch)))
+
+
 def fixed_size_draws(patch):
     """Another sampler than the one that is accounted for, and with it another adjacency."""
     patch.setattr(dpscale.Poisson, "_draw", lambda self, chances: chances.subset(self.size, self.batch))
@@ -168,6 +177,7 @@ BREAKAGES = {
     too_large_a_bound: "what canaries add, all together",
     twice_the_rate: "what canaries add, all together",
     some_samples_twice: "what each canary adds",
+    draws_with_replacement: "sizes of the batches",
     fixed_size_draws: "sizes of the batches",
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 from dpscale import accounting
 from dpscale.booking import Booking
 from dpscale.card_page import page
-from dpscale.card_verify import GRID, SCHEMA, checksum, recomputed
+from dpscale.card_verify import FALSE_ALARM, GRID, SCHEMA, checksum, recomputed
 from dpscale.checks import require
 from dpscale.files import replacing
 from dpscale.ledger import Ledger
@@ -326,8 +326,6 @@ def _ledger_problems(card: Mapping[str, Any], plan: Plan, selection: Selection |
 
 def _audit_problems(report: Mapping[str, Any] | None) -> Iterator[str]:
     """What an audit concludes must follow from its own numbers."""
-    from dpscale.audit_report import FALSE_ALARM
-
     if report is None:
         return
     least = min(1.0, len(report["checks"]) * min(check["p_value"] for check in report["checks"]))

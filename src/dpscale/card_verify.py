@@ -14,6 +14,9 @@ SCHEMA = "dpscale-card-2"
 GRID = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 """Every ε at which the attacker's gain is bounded; the least of these bounds is stated."""
 
+FALSE_ALARM = 1e-4
+"""How often an audit of a run that is as claimed says "not consistent"."""
+
 _MOST_STEPS = 10**8
 """Beyond it accounting would not come to an end."""
 
