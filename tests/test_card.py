@@ -120,7 +120,8 @@ def test_draws_of_a_fixed_size_cost_at_least_what_poisson_draws_do(factor):
     epsilon, advantage = card["guarantee"]["epsilon"], card["attacker"]["advantage"]
     assert refuted(card, lambda c: c["guarantee"].update(epsilon=factor * epsilon))
     if factor < 1:
-        assert any("at least" in problem for problem in refuted(card, lambda c: c["curve"][1].update(pld=factor)))
+        lower = factor * card["curve"][1]["pld"]
+        assert any("at least" in problem for problem in refuted(card, lambda c: c["curve"][1].update(pld=lower)))
         assert refuted(card, lambda c: c["attacker"].update(advantage=factor * advantage))
 
 
@@ -138,7 +139,7 @@ def test_no_value_that_follows_from_the_plan_can_be_another(monkeypatch):
     monkeypatch.setattr(cards, "recomputed", lambda _: [])
     monkeypatch.setattr(cards, "make", lambda *_, **__: card)
     paths = [path for path in leaves(card.to_dict()) if path[0] in ("guarantee", "words", "curve", "attacker")]
-    assert len(paths) > 40 and cards.verify(card.to_dict()) == []
+    assert len(paths) >= 40 and cards.verify(card.to_dict()) == []
     for path in paths:
         for lie in ("a lie", None, True, 0.97):
             told = card.to_dict() | copy.deepcopy(dict(card.values))
