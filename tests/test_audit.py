@@ -19,6 +19,7 @@ from dpscale import audit_statistics as statistics
 from dpscale import training
 from dpscale.audit import FALSE_ALARM, audit
 from dpscale.chances import Fast
+from dpscale.engine import combine
 from dpscale.noise import Noise
 from dpscale.secure_noise import SecureNoise
 
@@ -31,7 +32,11 @@ SHARP = dpscale.Plan(
     delta=1e-5,
 )  # fmt: skip
 """So little noise that it shows who is in a batch."""
-SHARPER = {"some_samples_twice": {"steps": 250}, "fixed_size_draws": {"steps": 250, "noise_multiplier": 0.1}}
+SHARPER = {
+    "some_samples_twice": {"steps": 250},
+    "fixed_size_draws": {"steps": 250, "noise_multiplier": 0.1},
+    "draws_with_replacement": {"steps": 600, "noise_multiplier": 0.1},
+}
 """What needs more steps, or less noise, to be seen."""
 
 
@@ -109,6 +114,35 @@ def uniform_noise(patch):
     patch.setattr(Noise, "add", add)
 
 
+def none_on(patch, chosen):
+    """Noise that some entries of the sums do not get."""
+    add = Noise.add
+
+    def some(self, sums, std, *rest):
+        before = {name: tensor.clone() for name, tensor in sums.items()}
+        add(self, sums, std, *rest)
+        for name, tensor in sums.items():
+            tensor.copy_(torch.where(chosen(tensor), before[name], tensor))
+
+    patch.setattr(Noise, "add", some)
+
+
+def no_noise_on_vectors(patch):
+    """As where biases have a group of their own."""
+    none_on(patch, lambda tensor: torch.tensor(tensor.dim() == 1))
+
+
+def no_noise_here_and_there(patch):
+    """As where a kernel leaves out the last of every 64 entries."""
+    none_on(patch, lambda tensor: (torch.arange(tensor.numel()) % 64 == 63).view(tensor.shape))
+
+
+def the_norm_of_one_tensor(patch):
+    """The largest, in the place of that of all tensors together."""
+    largest = lambda forms, mask: torch.stack([form.norm2() for form in forms]).amax(0).sqrt()  # noqa: E731
+    patch.setattr(combine, "_norms", largest)
+
+
 def realised_divisor(patch):
     book, divide, drawn = training.Private._book, training.foreach_div_, []
 
@@ -120,6 +154,11 @@ def realised_divisor(patch):
     patch.setattr(training, "foreach_div_", lambda sums, expected: divide(sums, drawn[-1]))
 
 
+def draws_with_replacement(patch):
+    """A sample may be in a batch twice."""
+    patch.setattr(dpscale.Poisson, "_draw", lambda self, chances: np.sort(chances._rng.integers(0, 1000, self.batch)))
+
+
 def fixed_size_draws(patch):
     """Another sampler than the one that is accounted for, and with it another adjacency."""
     patch.setattr(dpscale.Poisson, "_draw", lambda self, chances: chances.subset(self.size, self.batch))
@@ -129,12 +168,16 @@ BREAKAGES = {
     too_little_noise: "size of the noise",
     uniform_noise: "shape of the noise",
     no_noise_once: "noise the same size in every step",
+    no_noise_on_vectors: "noise the same size in every coordinate",
+    no_noise_here_and_there: "noise the same size in every coordinate",
+    the_norm_of_one_tensor: "what canaries add, all together",
     realised_divisor: "noise the same size in every step",
     noise_again: "fresh noise in every step",
     noise_alike: "fresh noise in every coordinate",
     too_large_a_bound: "what canaries add, all together",
     twice_the_rate: "what canaries add, all together",
     some_samples_twice: "what each canary adds",
+    draws_with_replacement: "sizes of the batches",
     fixed_size_draws: "sizes of the batches",
 }
 
@@ -266,7 +309,7 @@ def test_draws_of_another_adjacency_exceed_the_claim():
     """Fixed-size batches cost far more than Poisson ones at the same noise, and the audit shows a part of it."""
     settings = {"scaling": dpscale.Clip(C=1.0), "steps": 60, "noise_multiplier": 0.9, "delta": 1e-5}
     poisson = dpscale.Plan(sampling=dpscale.Poisson(size=3000, batch=150), **settings).epsilon()
-    report = audit(dpscale.Plan(sampling=dpscale.FixedSize(size=3000, batch=150), **settings), seed=1)
+    report = audit(dpscale.Plan(sampling=dpscale.FixedSize(size=3000, batch=150), **settings), runs=2, seed=1)
     assert poisson < report.epsilon_lower < report.epsilon_claimed and report.consistent
 
 

@@ -77,6 +77,98 @@ def test_words_that_were_changed_fail_too():
     assert cards.verify({"schema": cards.SCHEMA, "checksum": ""})[-1].startswith("It is damaged")
 
 
+LIES = {
+    "not a number": lambda c: c["guarantee"].update(epsilon=math.nan),
+    "guarantee in words": lambda c: c["words"].update(Guarantee=c["words"]["Guarantee"].replace("0.", "0.0")),
+    "unit": lambda c: c["words"].update({"Unit of privacy": "one person, whatever they gave."}),
+    "people": lambda c: c["mechanism"].update(records=5),
+    "momentum": lambda c: c["mechanism"].update(momentum="none to speak of"),
+    "planned steps": lambda c: c["mechanism"].update(steps=800),
+    "endless steps": lambda c: c["mechanism"].update(steps_released=10**12),
+    "no data": lambda c: c["mechanism"]["sampling"].update(size=0),
+    "attacker in words": lambda c: c["attacker"].update(words="Nobody can find anything."),
+    "no trade-off": lambda c: c["attacker"].update(trade_off=[]),
+    "no curve": lambda c: c.update(curve=[]),
+    "no tight curve": lambda c: c["curve"][2].update(pld=None),
+    "nothing left out": lambda c: c.update(not_counted=[]),
+    "randomness": lambda c: c.update(randomness="The noise is perfect."),
+    "search": lambda c: c.update(search=""),
+    "ledger": lambda c: c["history"].append("Ledger: run 'one' of books. Nothing was spent."),
+    "a part more": lambda c: c.update(certified="by everybody"),
+    "a part less": lambda c: c.pop("software"),
+    "software": lambda c: c.update(software="the best"),
+}  # fmt: skip
+
+
+def refuted(card, lie):
+    """A lie that is well kept: with a checksum."""
+    told = copy.deepcopy(card)
+    lie(told)
+    told["checksum"] = cards.checksum(told)
+    return cards.verify(told)
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_in_any_part_fails(name):
+    assert refuted(made().to_dict(), LIES[name])
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.7])
+def test_draws_of_a_fixed_size_cost_at_least_what_poisson_draws_do(factor):
+    """dp-accounting has no tight cost of them, but one that they cannot have."""
+    card = made("fixed-size").to_dict()
+    epsilon, advantage = card["guarantee"]["epsilon"], card["attacker"]["advantage"]
+    assert refuted(card, lambda c: c["guarantee"].update(epsilon=factor * epsilon))
+    if factor < 1:
+        lower = factor * card["curve"][1]["pld"]
+        assert any("at least" in problem for problem in refuted(card, lambda c: c["curve"][1].update(pld=lower)))
+        assert refuted(card, lambda c: c["attacker"].update(advantage=factor * advantage))
+
+
+def leaves(value, path=()):
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not parts:
+        yield path
+    for name, part in parts:
+        yield from leaves(part, (*path, name))
+
+
+def test_no_value_that_follows_from_the_plan_can_be_another(monkeypatch):
+    """Each by itself; what they should be is not computed again for each."""
+    card = made()
+    monkeypatch.setattr(cards, "recomputed", lambda _: [])
+    monkeypatch.setattr(cards, "make", lambda *_, **__: card)
+    paths = [path for path in leaves(card.to_dict()) if path[0] in ("guarantee", "words", "curve", "attacker")]
+    assert len(paths) >= 40 and cards.verify(card.to_dict()) == []
+    for path in paths:
+        for lie in ("a lie", None, True, 0.97):
+            told = card.to_dict() | copy.deepcopy(dict(card.values))
+            part = told
+            for name in path[:-1]:
+                part = part[name]
+            part[path[-1]] = lie * part[path[-1]] if lie == 0.97 and type(part[path[-1]]) is float else lie
+            assert cards.verify(told), (path, lie)
+
+
+def test_numbers_in_words_may_be_rounded_otherwise():
+    assert cards._alike("epsilon = 0.434, of 2,000", "epsilon = 0.435, of 2,000")
+    assert not cards._alike("epsilon = 0.42", "epsilon = 0.435") and not cards._alike("epsilon = ", "epsilon = 0.4")
+
+
+def test_an_audit_that_concludes_otherwise_fails():
+    audited = dpscale.Plan(scaling=dpscale.Clip(C=1.0), sampling=dpscale.FullBatch(size=100), steps=2)
+    report = dpscale.audit.audit(audited.calibrate(epsilon=4, delta=1e-5), seed=0)
+    card = made(audit=report.to_dict()).to_dict()
+    assert refuted(card, lambda c: None) == [] and "FullBatch" not in cards.Card(card).to_html()
+    assert report.plan.split(";")[0] in cards.Card(card).to_html()  # which plan it is of
+    for change in ({"consistent": False}, {"epsilon_lower": 0.01}, {"p_value": 0.9}, {"false_alarm_rate": 0.5}):
+        changed = refuted(card, lambda c, change=change: c["audit"].update(change))
+        assert changed == ["What its audit concludes does not follow from what it found."]
+    broken = [{**report.to_dict()["checks"][0], "p_value": 1e-12}]
+    assert refuted(card, lambda c: c["audit"].update(checks=broken))
+    assert refuted(card, lambda c: c.update(audit={"consistent": True}))
+
+
 def test_what_an_attacker_can_find_is_the_gaussian_curve():
     """Full batches: T releases are one Gaussian of noise σ/√T, whose trade-off is Φ(Φ⁻¹(FPR) + √T/σ)."""
     found = made("full-batch", 16).values["attacker"]
@@ -103,6 +195,9 @@ def test_a_run_has_a_card_of_what_it_released(tmp_path):
     assert "operating system" in found["randomness"] and "SGD" not in found["randomness"]
     card.save(tmp_path / "card.json")
     assert cards.verify(json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))) == []
+    for change in ({"epsilon": 0.1}, {"total": 0.1}, {"run": "another"}, {"ledger": "others"}, {"note": "certified"}):
+        assert refuted(found, lambda c, change=change: c["composed"].update(change)), change
+    assert refuted(found, lambda c: c.update(composed=None))
     seeded = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan(delta=1e-3), seed=1)
     assert "whoever knows it" in seeded.card().values["randomness"]
 
@@ -120,6 +215,10 @@ def test_the_command_line_makes_and_verifies_cards(tmp_path):
     CHANGES["noise"](changed)
     (tmp_path / "card.json").write_text(json.dumps(changed), encoding="utf-8")
     assert "by dp-accounting it is at least" in run("verify", tmp_path / "card.json", code=1).stdout
+    assert "was changed since it was made" in refuse("card", tmp_path / "card.json")
+    twice = (tmp_path / "card.json").read_text(encoding="utf-8").replace('"epsilon":', '"epsilon": 0.1, "epsilon":', 1)
+    (tmp_path / "twice.json").write_text(twice, encoding="utf-8")
+    assert "it has two values of one name" in refuse("verify", tmp_path / "twice.json")
     (tmp_path / "card.html").write_bytes(b"<p>\xff</p>")
     assert "card.html is no card: it is not JSON" in refuse("verify", tmp_path / "card.html")
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import dpscale
-from dpscale.card_verify import checksum, verify
+from dpscale.card import checksum, verify
 from dpscale.lab import presets, runner, selection
 from dpscale.noise import Key
 from dpscale.selection import Selection
@@ -144,6 +145,84 @@ def test_a_try_under_another_plan_is_refused():
 
     with pytest.raises(ValueError, match="such that its run has the noise_multiplier of the plan"):
         dpscale.tune(cheaper, SPACE, lambda _: 0.0, plan=PLAN)
+
+
+def test_a_try_has_nothing_of_another(tmp_path):
+    """It would have more steps on the data than it pays for."""
+    kept, model, selection = [], mlp(), Selection(tries=6)
+
+    def of_one_model(choice, plan):
+        run = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=choice["rate"]), plan)
+        for batch in run.batches(data()):
+            run.step(batch, loss_fn)
+        return run
+
+    def of_one_run(choice, plan):
+        kept[:] = kept or [trained(choice, plan)]
+        return kept[0]
+
+    def resumed(choice, plan):
+        own = mlp()
+        run = dpscale.privatize(own, torch.optim.SGD(own.parameters(), lr=choice["rate"]), plan)
+        if (tmp_path / "run").exists():
+            run.load(tmp_path / "run")
+        for batch in itertools.islice(run.batches(data()), 1):
+            run.step(batch, loss_fn)
+        run.save(tmp_path / "run")
+        return run
+
+    for train, got in (
+        (of_one_model, "the model of another"),
+        (of_one_run, "the model of another"),
+        (resumed, "a run"),
+    ):
+        with pytest.raises(ValueError, match=rf"such that each try begins anew\. Got '{got}.*Make the model inside"):
+            dpscale.tune(train, SPACE, lambda _: 0.0, plan=PLAN, selection=selection, seed=4)
+
+
+@pytest.mark.parametrize("runs", ["one_after_the_other", "a_search_of_its_own"])
+def test_a_try_of_several_runs_is_refused(runs):
+    """Whoever throws away a run that looked bad has seen it."""
+
+    def one_after_the_other(choice, plan):
+        trained(choice, plan)
+        return trained(choice, plan)
+
+    def a_search_of_its_own(choice, plan):
+        found = dpscale.tune(trained, SPACE, lambda _: 0.0, plan=plan, selection=Selection(tries=6), seed=4)
+        return Try(model=mlp(), plan=found.plan)
+
+    train = {each.__name__: each for each in (one_after_the_other, a_search_of_its_own)}[runs]
+    with pytest.raises(ValueError, match=r"such that it releases 2 steps, those of one run\. Got \d+ instead\. Runs"):
+        dpscale.tune(train, SPACE, lambda _: 0.0, plan=PLAN, selection=Selection(tries=1))
+
+
+@pytest.mark.parametrize("score", [math.inf, -math.inf, math.nan])
+def test_no_score_of_people_escapes_its_noise(score):
+    selection = Selection(tries=1, score_noise=10.0)
+    with pytest.raises(ValueError, match=r"such that it counts people\. Got .* instead\. Noise hides one person"):
+        dpscale.tune(trained, SPACE, lambda _: score, plan=PLAN, selection=selection)
+    assert dpscale.tune(trained, SPACE, lambda _: score, plan=PLAN, selection=Selection(tries=1)) is not None
+
+
+def test_a_score_leaves_nothing_in_the_model():
+    """What it has from those who are held out would have no noise."""
+
+    def leaving(model):
+        with torch.no_grad():
+            model[0].weight.fill_(7.0)
+        return 0.0
+
+    found = dpscale.tune(trained, SPACE, leaving, plan=PLAN, selection=Selection(tries=1))
+    assert not (found.state["0.weight"] == 7.0).any()
+
+
+@pytest.mark.parametrize("changes", [{"noise_multiplier": None}, {"noise_multiplier": None, "unsafe_no_noise": True}])
+def test_a_plan_without_noise_is_refused(changes):
+    with pytest.raises(ValueError, match=r"^The 'plan' parameter of tune must be one with noise and steps\. Got Plan"):
+        dpscale.tune(trained, SPACE, lambda _: 0.0, plan=dataclasses.replace(PLAN, **changes))
+    with pytest.raises(ValueError, match=r"^The 'plan' parameter of tune must be a dpscale\.Plan\. Got 'str' instead"):
+        dpscale.tune(trained, SPACE, lambda _: 0.0, plan="plan")
 
 
 def test_a_try_that_is_no_run_or_of_people_unsaid_is_refused(capfd):

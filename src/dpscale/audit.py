@@ -9,6 +9,7 @@ the claimed ε lets anybody guess better than its trade-off curve.
 alone. It is weaker: a bound far below the claimed ε says little.
 """
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -32,8 +33,8 @@ from dpscale.privatizing import privatize
 from dpscale.sampling import Shuffled
 from dpscale.training import Private
 
-BLANKS = 512
-"""Coordinates that no sample moves, half of them in a tensor of their own."""
+BLANKS = 256
+"""Coordinates that no sample moves, at the beginning of each table of canaries; there are more in other tensors."""
 
 STRENGTH = 1e6
 """Norm of a canary's gradient, over the bound: beyond what any rule lets through, so that it adds the bound itself."""
@@ -126,29 +127,31 @@ def _delta(plan: Plan, delta: float | None) -> float:
 
 
 class _CanaryModel(nn.Module):
-    """A number for each canary, whose gradient is the canary's alone, and an ordinary layer beside them.
+    """A number for each canary in two tables, whose gradient is the canary's alone, and ordinary layers beside them.
 
-    Blank numbers are at the beginning of both tables: noise that begins anew with every tensor is the same there.
+    A canary's gradient is spread over both tables, as a norm is over all tensors. Blank numbers are at the beginning of
+    both: noise that begins anew with every tensor is the same there. The silent layer, a matrix and a vector, is blank.
     """
 
     def __init__(self, canaries: int) -> None:
         super().__init__()
-        self.canaries = nn.Embedding(canaries + BLANKS // 2, 1)
-        self.blanks = nn.Embedding(BLANKS // 2, 1)
+        self.canaries, self.twins = (nn.Embedding(canaries + BLANKS, 1) for _ in range(2))
+        self.silent = nn.Linear(4, 32)
         self.ordinary = nn.Linear(4, 3)
         for parameter in self.parameters():  # alike on every rank
             nn.init.zeros_(parameter)
 
     def forward(self, ids_B: Tensor, x_BI: Tensor) -> tuple[Tensor, Tensor]:
         """(A sample's own number, or one that it does not move; ordinary logits.)"""
-        own = self.canaries(ids_B) + 0 * self.blanks(torch.zeros_like(ids_B))
-        return own[:, 0], self.ordinary(x_BI)
+        own_B = (self.canaries(ids_B) + self.twins(ids_B))[:, 0] / math.sqrt(2)
+        return own_B + 0 * self.silent(x_BI).sum(-1), self.ordinary(x_BI)
 
     def released(self) -> Floats:
         """What an adversary looks at: the canaries' numbers, then the blank ones."""
-        tables = self.canaries.weight, self.blanks.weight
-        first, second = (table.detach()[:, 0].double().cpu().numpy() for table in tables)
-        return np.concatenate([first[BLANKS // 2 :], first[: BLANKS // 2], second])
+        read = self.canaries.weight[:, 0], self.twins.weight[:, 0], self.silent.weight.flatten(), self.silent.bias
+        first, second, *blanks = (t.detach().double().cpu().numpy() for t in read)
+        own = (first[BLANKS:] + second[BLANKS:]) / math.sqrt(2)
+        return np.concatenate([own, first[:BLANKS], second[:BLANKS], *blanks])
 
 
 def _canary_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -169,7 +172,7 @@ def _canary_data(plan: Plan, canaries: int, rng: np.random.Generator) -> tuple[T
     adds = np.where(inside, 1.0, -1.0 if exchanged else 0.0)
     places, torch_rng = rng.permutation(size)[:canaries], torch.Generator().manual_seed(int(rng.integers(2**62)))
     ids, strength = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.float32)
-    ids[places], strength[places] = BLANKS // 2 + np.arange(canaries), adds * STRENGTH * plan.bound
+    ids[places], strength[places] = BLANKS + np.arange(canaries), adds * STRENGTH * plan.bound
     x = torch.randn(size, 4, generator=torch_rng)
     y = torch.randint(0, 3, (size,), generator=torch_rng)
     return TensorDataset(torch.from_numpy(ids), torch.from_numpy(strength), x, y), inside, adds
@@ -222,7 +225,7 @@ def _white_box(plan: Plan, canaries: int, seed: int | None, run: int, device: st
     signals, blanks = [], []
     before = model.released()
     for batch in private.batches(data):
-        drawn = batch.data[0].cpu().numpy() - BLANKS // 2
+        drawn = batch.data[0].cpu().numpy() - BLANKS
         private.step(batch, _canary_loss)
         after = model.released()
         release, before = adversary.see(before - after, drawn), after

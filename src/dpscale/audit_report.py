@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dpscale.audit_statistics import Check, Point
+from dpscale.card_verify import FALSE_ALARM as FALSE_ALARM
 from dpscale.checks import require
-
-FALSE_ALARM = 1e-4
-"""How often an audit of a run that is as claimed says "not consistent"."""
 
 
 @dataclass(frozen=True, kw_only=True)

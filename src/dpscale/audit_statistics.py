@@ -93,17 +93,21 @@ def checks(plan: "Plan", traces: list[Trace]) -> tuple[Check, ...]:
 
 
 def _of_noise(z_TK: Floats) -> list[Check]:
-    count = z_TK.shape[1]
-    squares_T = np.square(z_TK).sum(1)
-    whole = float(squares_T.sum())
-    by_step = _normal(stats.chi2.cdf(squares_T, count), stats.chi2.sf(squares_T, count))
+    whole = float(np.square(z_TK).sum())
     return [
         Check("size of the noise", _both(stats.chi2(z_TK.size), whole), f"{math.sqrt(whole / z_TK.size):.4f} of it"),
         Check("shape of the noise", float(stats.kstest(z_TK.ravel(), "norm").pvalue), "Kolmogorov-Smirnov"),
-        _spread("noise the same size in every step", by_step),
+        _spread("noise the same size in every step", _sizes(z_TK)),
+        _spread("noise the same size in every coordinate", _sizes(z_TK.T)),
         _unrelated("fresh noise in every step", z_TK[:_PAIRS]),
         _unrelated("fresh noise in every coordinate", z_TK.T),
     ]
+
+
+def _sizes(z: Floats) -> Floats:
+    """Of each row its sum of squares, as a standard normal number."""
+    squares, chi2 = np.square(z).sum(1), stats.chi2(z.shape[1])
+    return _normal(chi2.cdf(squares), chi2.sf(squares))
 
 
 def _of_canaries(sampling: Sampling, sigma: float, traces: list[Trace]) -> list[Check]:

@@ -1,11 +1,13 @@
 """The privacy card: one page about a run for whoever must believe its ε.
 
-A card holds public quantities alone, taken from the plan and from what the run recorded. `card_verify.verify`
-recomputes its numbers with dp-accounting and nothing of ours.
+A card holds public quantities alone, taken from the plan and from what the run recorded. `verify` has its numbers
+recomputed with dp-accounting and nothing of ours, and holds its words against them.
 """
 
+import itertools
 import json
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,7 @@ from typing import Any
 from dpscale import accounting
 from dpscale.booking import Booking
 from dpscale.card_page import page
-from dpscale.card_verify import GRID, SCHEMA, checksum
-from dpscale.card_verify import verify as verify
+from dpscale.card_verify import FALSE_ALARM, GRID, SCHEMA, checksum, recomputed
 from dpscale.checks import require
 from dpscale.files import replacing
 from dpscale.ledger import Ledger
@@ -240,3 +241,96 @@ def _attacker(costs: _Costs, who: str) -> dict[str, Any]:
             f"may be wrong about 1 in 100 who were not used, they find at most {100 * most(0.01):.1f} of 100."
         ),
     }
+
+
+# -- Whether a card says what it should ------------------------------------------------------------------------------
+
+_OF_THE_RUN = {"search", "randomness", "history", "composed", "checks", "audit", "software"}
+"""Parts that only the run itself knows; all others follow from its plan."""
+
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+def verify(card: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a card, as read from its JSON: nothing if the list is empty.
+
+    Its numbers are recomputed by dp-accounting alone. Then every part that follows from its plan must be what `make`
+    says of that plan, with numbers to 1%; and what only the run knows must be possible, and not contradict the rest.
+    """
+    problems = recomputed(card)
+    if problems:
+        return problems
+    try:
+        return [*_told_otherwise(card)]
+    except Exception as error:  # as above: a value that is none of a card's
+        return [f"It is damaged: {type(error).__name__}: {error}."]
+
+
+def _told_otherwise(card: Mapping[str, Any]) -> Iterator[str]:
+    mechanism, delta = card["mechanism"], card["guarantee"]["delta"]
+    derived = {"steps_released", "noise_std", "bound", "expected_batch"}
+    plan = Plan.from_dict({name: value for name, value in mechanism.items() if name not in derived})
+    chosen = None if card["selection"] is None else Selection.from_dict(card["selection"])
+    anew = make(plan, mechanism["steps_released"], delta, selection=chosen).to_dict()
+    if missing := sorted(set(anew) ^ set(card)):
+        yield f"It has other parts than a card: {', '.join(missing)}."
+        return
+    for name in anew.keys() - _OF_THE_RUN - {"checksum"}:
+        if not _alike(card[name], anew[name]):
+            yield f"Its part {name!r} is not what follows from its plan."
+    prefix = anew["search"] if chosen else ""
+    if not isinstance(card["search"], str) or not card["search"].startswith(prefix) or not card["search"]:
+        yield f"Its search is not told as {prefix!r}."
+    sources = ("fast",), ("secure",), ("fast", "secure")
+    if card["randomness"] not in [randomness(*each) for each in itertools.product(_ROOTS, sources)]:
+        yield "Its source of randomness is none that a run has."
+    yield from _ledger_problems(card, plan, chosen)
+    yield from _audit_problems(card["audit"])
+    for name, may in (("checks", dict | None), ("software", dict), ("history", list)):
+        if not isinstance(card[name], may) or not all(isinstance(told, str) for told in card[name] or ()):
+            yield f"Its part {name!r} is none of a card."
+
+
+def _alike(told: Any, expected: Any) -> bool:
+    """Whether two values are the same, but for 1% of each number: other versions of SciPy round otherwise."""
+    if isinstance(expected, Mapping):
+        same = isinstance(told, Mapping) and told.keys() == expected.keys()
+        return same and all(_alike(told[name], value) for name, value in expected.items())
+    if isinstance(expected, list):
+        same = isinstance(told, list) and len(told) == len(expected)
+        return same and all(map(_alike, told, expected))
+    if isinstance(expected, str) and isinstance(told, str):
+        numbers = ([float(each.replace(",", "")) for each in _NUMBER.findall(text)] for text in (told, expected))
+        return _NUMBER.sub("#", told) == _NUMBER.sub("#", expected) and all(map(_alike, *numbers))
+    if isinstance(expected, float | int) and not isinstance(expected, bool) and type(told) in (float, int):
+        return math.isclose(told, expected, rel_tol=0.01)
+    return type(told) is type(expected) and bool(told == expected)
+
+
+def _ledger_problems(card: Mapping[str, Any], plan: Plan, selection: Selection | None) -> Iterator[str]:
+    """All runs together cost what this one does, at least; and what is said of a ledger is of one that is named."""
+    composed = card["composed"]
+    named = [line for line in card["history"] if line.startswith("Ledger: ")]
+    if composed is None:
+        if named:
+            yield "It speaks of a ledger, and has nothing of what that says."
+        return
+    if len(named) != 1 or not named[0].startswith(f"Ledger: run {composed['run']!r} of {composed['ledger']}. "):
+        yield "What was composed is of a ledger that its history does not name."
+    least = _Costs(plan, card["mechanism"]["steps_released"], selection).epsilon(composed["delta"], "pld")
+    if not 0.99 * least <= composed["epsilon"] <= 1.01 * composed["total"]:
+        yield f"All runs together must cost this one's {least:.4g} at least, and their total at most."
+    if set(composed) != {"ledger", "run", "epsilon", "total", "delta", "adjacency", "how"}:
+        yield "What was composed is told otherwise than by a ledger."
+
+
+def _audit_problems(report: Mapping[str, Any] | None) -> Iterator[str]:
+    """What an audit concludes must follow from its own numbers."""
+    if report is None:
+        return
+    least = min(1.0, len(report["checks"]) * min(check["p_value"] for check in report["checks"]))
+    bound = report["bounds"]["curve" if report["mode"] == "white-box" else "guesses"]
+    found = (report["p_value"], report["false_alarm_rate"], report["epsilon_lower"])
+    follows = _alike([*found], [least, FALSE_ALARM, bound]) and report["consistent"] is (least >= FALSE_ALARM)
+    if not follows:
+        yield "What its audit concludes does not follow from what it found."

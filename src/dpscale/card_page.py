@@ -65,7 +65,18 @@ def _composed(spent: Mapping[str, Any] | None) -> str:
     return _table("words", ((_COMPOSED.get(name, name), _plain(value)) for name, value in (spent or {}).items()))
 
 
-_AUDIT = ("mode", "epsilon_claimed", "epsilon_lower", "delta", "confidence", "observations", "p_value", "consistent")
+_AUDIT = (
+    "mode",
+    "plan",
+    "adjacency",
+    "epsilon_claimed",
+    "epsilon_lower",
+    "delta",
+    "confidence",
+    "observations",
+    "p_value",
+    "consistent",
+)
 
 
 def _audit(report: Mapping[str, Any] | None) -> str:

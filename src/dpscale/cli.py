@@ -263,8 +263,14 @@ def verify(
     """
     from dpscale.card import verify
 
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Of two values of one name JSON keeps the last, and people may read the first."""
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError(f"{card} is no card: it has two values of one name.")
+        return dict(pairs)
+
     try:
-        read = json.loads(card.read_text(encoding="utf-8"))
+        read = json.loads(card.read_text(encoding="utf-8"), object_pairs_hook=once)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{card} is no card: it is not JSON. Save one by card.save('card.json').") from error
     problems = verify(read)

@@ -22,6 +22,15 @@ VERSION = 2
 """Of the states that `RunState.saved` gives."""
 
 
+class Released(threading.local):
+    """How many draws a thread has released, of all runs."""
+
+    number = 0
+
+
+released = Released()
+
+
 @dataclass(eq=False)
 class RunState:
     """Everything that changes while a run goes on, apart from model and optimizer.
@@ -131,6 +140,7 @@ class RunState:
         self.sources |= {self.noise.source}
         self.steps_taken += 1
         self.released_here += 1
+        released.number += 1
         self.last_released = max(self.last_released, draw.number)
         return self.steps_taken
 

@@ -124,6 +124,11 @@ class Private:
         return self._state.steps_taken
 
     @property
+    def resumed(self) -> int:
+        """How often the run was resumed from a checkpoint."""
+        return self._state.resumed
+
+    @property
     def waiting(self) -> bool:
         """Whether a draw is outstanding: handed out, and not yet released."""
         return bool(self._state.outstanding)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ from dpscale.files import HAS_LOCKS, try_lock
 from dpscale.ledger import Ledger, now
 from dpscale.noise import Key
 from dpscale.plan import Plan
+from dpscale.run import released
 from dpscale.selection import Selection as Selection
 from dpscale.training import Private
 
@@ -102,12 +104,12 @@ def tune(
     were trained on and those who were held out alike, if nothing else of the tries is published.
 
     Args:
-        train: ``train(choice, plan)`` trains a new model under that plan, with any scaling and momentum of its own
+        train: ``train(choice, plan)`` trains a new model once under that plan, with any scaling and momentum of its own
             (``dataclasses.replace(plan, scaling=..., momentum=...)``), and returns its `Private`, or a `Try`. What it
-            logs or writes is not paid for. It books in no ledger.
+            logs or writes is not paid for, nor what it takes over from another try. It books in no ledger.
         space: values to choose from, by name, each equally likely.
         score: how good a model is. With ``selection.score_noise``, a count of held-out people, none of whom is trained
-            on; noise is added here. Otherwise any number, of public data.
+            on; noise is added here. Otherwise any number, of public data. What it changes in the model is not kept.
         plan: calibrated, of one try: `Selection.calibrate` does that for a budget of all of them.
         selection: None: `Selection()`.
         delta: None: the plan's.
@@ -122,9 +124,12 @@ def tune(
         the best try; None if none was made, which a Poisson number (``shape=inf``) allows, or none was finished.
     """
     selection = selection or Selection()
+    require(isinstance(plan, Plan), "tune", "plan", "a dpscale.Plan", type(plan).__name__)
     delta = plan.delta if delta is None else delta
     require(delta is not None, "tune", "delta", "given, or that of the plan", delta)
     assert delta is not None
+    action = "Selection.calibrate finds it for a budget of all tries."
+    require(bool(plan.noise_multiplier and plan.steps), "tune", "plan", "one with noise and steps", plan, action)
     for name, call in (("train", train), ("score", score)):
         require(callable(call), "tune", name, "a function", type(call).__name__)
     lists = [*space.values()] if isinstance(space, Mapping) else []
@@ -159,6 +164,7 @@ class _Search:
         self.ranks = Ranks(nn.Module())
         self.booking: Booking | None = None
         self.state: dict[str, Any] = {}
+        self._models: WeakSet[nn.Module] = WeakSet()
         self._lock: int | None = None
 
     @property
@@ -234,23 +240,44 @@ class _Search:
         key = self.ranks.key(None if self.seed is None else self.seed + self.state["begun"] - 1)
         drawn = key.generator("tuning/choice")
         index = {name: int(drawn.integers(len(values))) for name, values in self.space.items()}
+        before = released.number
         ran = train(self._chosen(index), self.plan)
         made = Try(model=ran.model, plan=ran.plan, about=ran.about()) if isinstance(ran, Private) else ran
         action = "Return what privatize() or make_private() gave, or a Try."
         must = "a function that returns its Private"
         require(isinstance(made, Try), "tune", "train", must, type(made).__name__, action)
         _require_as_planned(made.plan, self.plan)
-        noise = (self.selection.score_noise or 0.0) * key.generator("tuning/score").normal()
-        noisy = self.ranks.told(float(score(made.model)) + noise)
+        self._require_its_own(ran, made.model, released.number - before)
+        state = {name: t.detach().cpu().clone() for name, t in made.model.state_dict().items()}
+        noisy = self.ranks.told(self._scored(score, made.model, key))
         best = self.state["best"]
         if best is None or (not math.isnan(noisy) and noisy > best["score"]):
-            state = {name: t.detach().cpu().clone() for name, t in made.model.state_dict().items()}
             noisy = noisy if not math.isnan(noisy) else -math.inf
             self.state["best"] = {"index": index, "score": noisy, "state": state, "plan": made.plan.to_dict(),
                                   "about": dict(made.about)}  # fmt: skip
         if isinstance(ran, Private):
             ran.close()
         self._write()
+
+    def _require_its_own(self, ran: Private | Try, model: nn.Module, steps: int) -> None:
+        """What a try has, it must have from steps of its own, and no more of them than are paid for."""
+        planned = self.plan.steps or 0
+        require(steps <= planned, "tune", "train", f"such that it releases {planned} steps, those of one run", steps,
+                "Runs that are thrown away cost as much as others: add their settings to the space.")  # fmt: skip
+        resumed = isinstance(ran, Private) and ran.resumed > 0
+        require(not resumed and model not in self._models, "tune", "train", "such that each try begins anew",
+                "a run that was resumed" if resumed else "the model of another try",
+                "Make the model inside of it. What one try takes over from another is not paid for.")  # fmt: skip
+        self._models.add(model)
+
+    def _scored(self, score: Callable[[nn.Module], float], model: nn.Module, key: Key) -> float:
+        """The score, with noise if it is of people."""
+        found, std = float(score(model)), self.selection.score_noise
+        if std is None:
+            return found
+        action = "Noise hides one person in a count of people; nothing is hidden by noise on infinity, or on NaN."
+        require(math.isfinite(found), "tune", "score", "such that it counts people", found, action)
+        return found + std * float(key.generator("tuning/score").normal())
 
     def _chosen(self, index: Mapping[str, int]) -> Choice:
         return {name: self.space[name][k] for name, k in index.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpscale import checkpoint
 from dpscale.card import Booked, Card, make
-from dpscale.card_verify import SCHEMA
+from dpscale.card_verify import SCHEMA, checksum
 from dpscale.lab import records
 from dpscale.ledger import Ledger
 from dpscale.plan import Plan
@@ -38,6 +38,8 @@ def card(
         return _of_checkpoint(source, delta, search, ledger)
     kept = json.loads(source.read_text(encoding="utf-8"))
     if isinstance(kept, dict) and kept.get("schema") == SCHEMA:
+        if kept.get("checksum") != checksum(kept):
+            raise ValueError(f"{source} was changed since it was made: its checksum is another. Make it anew.")
         return Card({name: value for name, value in kept.items() if name != "checksum"})
     return _of_record(records.read(source), delta, search)
 
