@@ -130,6 +130,13 @@ def test_a_coupled_module_is_refused():
 # -- What several fits cost ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bounds", [None, (-15, 15)])
+def test_rows_that_were_divided_by_their_norm_are_said_with_every_fit(caplog, bounds):
+    """A table of several units is learned badly so, and its scores alone do not say why."""
+    PrivateClassifier(bounds=bounds, **QUICK).fit(X, y)
+    assert ("bounds=(low, high)" in caplog.text) == (bounds is None)
+
+
 def test_every_fit_of_a_cross_validation_is_booked_and_said(tmp_path, caplog):
     ledger = dpscale.Ledger(tmp_path / "ledger", epsilon=20, delta=1e-4)
     pipeline = make_pipeline(FunctionTransformer(np.tanh), PrivateClassifier(epsilon=1, ledger=ledger, epochs=5))

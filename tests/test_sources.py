@@ -138,6 +138,14 @@ def test_what_cannot_be_data_gets_one_line(source, options, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_target_of_truth_values_is_learned():
+    run = made(frame().assign(y=Y % 2 == 1), target="y")
+    for batch in run.batches():
+        assert batch[1].dtype == torch.int64
+        run.step(batch, loss_fn)
+    assert run.steps_taken == run.steps
+
+
 def test_missing_values_of_a_frame_are_said(caplog):
     gaps = frame()
     gaps.loc[3, "x1"] = np.nan

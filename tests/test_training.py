@@ -10,6 +10,7 @@ import re
 import time
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpscale
-from dpscale.engine.phases import listening
+from dpscale.engine.phases import listening, waiting
 from dpscale.engine.reference import reference_sum
 
 from .helpers import SIZE, data, loss_fn, mlp, plan, private, train, vector
@@ -102,6 +103,18 @@ def test_whoever_waits_long_is_told_what_for(caplog, monkeypatch, listened):
         run.step(next(batches), slow)
     told = [message for message in caplog.messages if message.startswith("dpscale: still checking (")]
     assert said == ["checking", None] and not told if listened else told
+
+
+def test_whoever_waits_on_for_something_else_is_told_since_when(caplog, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("dpscale.engine.phases.SILENCE", 2.5)
+    monkeypatch.setattr("dpscale.engine.phases.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    with waiting("checking"):
+        now[0] = 9.0
+    with waiting("computing", on=True):
+        while "computing" not in caplog.text:
+            time.sleep(0.001)
+    assert "still computing (9 s so far)" in caplog.text
 
 
 def test_a_refused_model_is_never_said_to_be_ready(caplog):

@@ -33,7 +33,7 @@ def dataset_of(
     |-----------------------------------|------------------------------------------------------------------|
     | a dataset                         | its own                                                          |
     | (X, y), or X: arrays or tensors   | a row of each; arrays as float32, int64, uint8 or bool           |
-    | a data frame with ``target``      | (the other columns as float32, the target)                       |
+    | a data frame with ``target``      | (the other columns as float32, the target; False and True: 0, 1) |
     | a Hugging Face dataset            | its own; as tensors if it has no format                          |
 
     Args:
@@ -109,7 +109,8 @@ def _of_frame(owner: str, frame: Any, target: str | None, without: Sequence[str]
         log.warning("dpscale: values are missing in the columns %s. A sample whose gradient is no number adds nothing. "
                     "Fill them by a constant, not by a mean of the data.", gaps)  # fmt: skip
     x = torch.stack([columns[name].to(torch.float32) for name in inputs], 1)
-    return TensorDataset(x, columns[target])
+    y = columns[target]
+    return TensorDataset(x, y.long() if y.dtype == torch.bool else y)  # cross_entropy takes no truth values
 
 
 def _of_hugging_face(owner: str, data: Any, without: Sequence[str]) -> Any:
@@ -173,7 +174,8 @@ def _tensor(owner: str, values: Any, column: str | None = None) -> Tensor:
     array = np.asarray(values)
     if array.dtype.kind not in "fiub":
         got = f"{array.dtype} values" if column is None else f"{array.dtype} values in the column {column!r}"
-        raise complaint(owner, "data", "of numbers", got, "Turn categories into numbers first, from a public list.")
+        raise complaint(owner, "data", "of numbers", got, "Turn categories into numbers first, from a public list: "
+                        ".map({'no': 0, 'yes': 1}). Numbers that are held as objects: .astype(float).")  # fmt: skip
     as_it_is = array.dtype in (np.uint8, np.bool_)
     wanted = array.dtype if as_it_is else np.dtype(np.float32 if array.dtype.kind == "f" else np.int64)
     return torch.from_numpy(np.ascontiguousarray(array.astype(wanted, copy=not array.flags.writeable)))

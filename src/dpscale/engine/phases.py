@@ -84,9 +84,9 @@ def _tell(name: Phase | None) -> None:
 
 
 class _Heard:
-    """When something was said last, or a wait began."""
+    """When a wait began, and when something was said of it last."""
 
-    last = 0.0
+    begin = last = 0.0
 
 
 @contextmanager
@@ -101,14 +101,14 @@ def waiting(what: str, *, on: bool = False) -> Iterator[None]:
     if _listener.get() is not None:
         yield
         return
-    done, begin = threading.Event(), time.perf_counter()
+    done = threading.Event()
     if not on:
-        _Heard.last = begin
+        _Heard.begin = _Heard.last = time.perf_counter()
 
     def say() -> None:
         while not done.wait(max(0.0, _Heard.last + SILENCE - time.perf_counter())):
             _Heard.last = time.perf_counter()
-            log.warning("dpscale: still %s (%.0f s so far)", what, _Heard.last - begin)
+            log.warning("dpscale: still %s (%.0f s so far)", what, _Heard.last - _Heard.begin)
 
     teller = threading.Thread(target=say, daemon=True)
     teller.start()

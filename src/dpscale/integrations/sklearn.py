@@ -122,8 +122,11 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.epsilon_, self.statement_ = run.epsilon(), "\n".join([run.statement(), *self._told()])
         run.close()
         told = "" if ledger is None else f"; with all that are in the ledger it is {ledger.spent().epsilon:.4g}"
-        log.warning("dpscale: this fit spent epsilon = %.4g at delta %g. Other fits on the same rows add to it%s.",
-                    self.epsilon_, self.delta, told)  # fmt: skip
+        unit = "" if self.bounds is not None else (
+            " Each row was divided by its own norm: where features differ in unit, bounds=(low, high) learn far more."
+        )  # fmt: skip
+        log.warning("dpscale: this fit spent epsilon = %.4g at delta %g. Other fits on the same rows add to it%s.%s",
+                    self.epsilon_, self.delta, told, unit)  # fmt: skip
 
     def _told(self) -> Iterator[str]:
         yield f"Classes: {'those of the labels; it is not hidden which occur' if self.classes is None else 'given'}."

@@ -31,7 +31,7 @@ from dpscale.engine.verify.places import ROWS, Obstacle, places
 from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped
 from dpscale.engine.verify.randomness import own_randomness
 from dpscale.engine.verify.refusals import BACKWARD, EACH_TIME, SEEDED, Refusals
-from dpscale.engine.verify.rows import Features, companies, count_of, neutral, replaced, take
+from dpscale.engine.verify.rows import Features, companies, count_of, neutral, odd_among, replaced, take
 from dpscale.engine.verify.runs import Runs, Subject
 from dpscale.engine.verify.values import (
     Gradient,
@@ -237,8 +237,10 @@ class Look:
                 self._surroundings.restore()
                 continue
             self._settle(base, mode, data, ours, losses, i, left)
-            found = mode, sent, data
-            if probe is None or (not probe.lost and len(probe.calls) == len(base.calls)):
+            odd = _odd_beside(losses, i)
+            if found is None or not odd:
+                found = mode, sent, data
+            if not odd and (probe is None or (not probe.lost and len(probe.calls) == len(base.calls))):
                 break  # others may run other operations, where a model asks whether a mask is all ones
         return found
 
@@ -379,7 +381,7 @@ class Look:
             losses, theirs, left_then = self._sent_plainly(mode, data, i)
             self._unmoved(own, mode, self._rows, data, ours, losses, i)
             self._surroundings.compare(left, left_then)
-            if apart(sent, theirs, reshaped(max(own.eps, mode.eps))) is not None:
+            if not _odd_beside(losses, i) and apart(sent, theirs, reshaped(max(own.eps, mode.eps))) is not None:
                 self._refusals.refuse_gradient(self._rows, data, i)
         runs.seed, runs.ahead, runs.afresh = seed, 0, False
 
@@ -456,6 +458,12 @@ class Look:
         # A norm counts in what underflow can take from it, so that of a gradient of nothing is not quite nothing.
         if np.isfinite(whole) and abs(norm - whole) > relative(_exactness(base)) * whole + 1e-9 * size(mixed) + 1e-17:
             raise Obstacle("the norm that is credited to a row is not that of its gradient")
+
+
+def _odd_beside(losses: Tensor, i: int) -> bool:
+    """Whether row i has a loss that is finite, beside one that is not. 0 times what is not finite is not 0: in the
+    gradient of the one there is then NaN of the other."""
+    return bool(torch.isfinite(losses[i])) and bool(odd_among(losses))
 
 
 def _one(i: int) -> list[float]:
