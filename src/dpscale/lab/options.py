@@ -108,6 +108,18 @@ def _require_agreement(changes: Mapping[str, Any], rate: Any) -> None:
             raise ValueError(f"Beside {what}, {name} would do nothing. Leave out one of the two.")
 
 
+def group(text: str) -> typer.Typer:
+    """An empty group of commands, which shows its help when none is named."""
+    made = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+    def start(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+
+    made.callback(invoke_without_command=True, help=text)(start)
+    return made
+
+
 def show(as_json: bool, found: Any, *lines: str) -> None:
     """What came of a command: as JSON, or in these lines."""
     if as_json:

@@ -6,25 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from dpscale.lab.options import Device, Folder, Json, print_json, show
+from dpscale.lab.options import Device, Folder, Json, group, print_json, show
 
 Name = Annotated[
     str, typer.Argument(help="mnist, fashion-mnist, cifar10, celeba-male or imagenette.", show_default=False)
 ]
 
-data = typer.Typer(add_completion=False, rich_markup_mode=None)
-
-
-@data.callback(invoke_without_command=True)
-def _data(context: typer.Context) -> None:
-    """Get, import and verify the data sets of the experiments.
+data = group("""Get, import and verify the data sets of the experiments.
 
     \b
     Example:
       dpscale data get mnist
-    """
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    """)
 
 
 @data.command(name="list")
