@@ -144,9 +144,10 @@ class Queue:
 
     def __init__(
         self, out: Path, *, workers: int = 1, deadline: float | None = None,
-        on_event: Callable[[Event], None] = lambda _: None,
+        on_event: Callable[[Event], None] = lambda _: None, on_progress: Callable[[Progress], None] | None = None,
     ) -> None:  # fmt: skip
         self.out, self.workers, self.deadline, self.on_event = out, workers, deadline, on_event
+        self.listeners = () if on_progress is None else (on_progress,)  # to the steps of runs in this process
         self.done = self.total = 0
         self.left: list[Job] = []
         self.noise_multiplier: float | None = None
@@ -173,7 +174,7 @@ class Queue:
                 job = waiting.popleft()
                 if self._fits(job):
                     self.on_event(Event(job=job, done=self.done, total=self.total))
-                    under_way[pool.submit(attempt, job, self.out)] = job
+                    under_way[pool.submit(attempt, job, self.out, *self.listeners)] = job
                 else:
                     self.left.append(job)
             if not under_way:
@@ -296,17 +297,11 @@ def train(
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Record:  # fmt: skip
     """One run at the preset's rates, its record saved in ``out``; repeated only if there is no record yet."""
-    config = config.replace(tune=False)
     _require_priced(ledger, [method])
-    job = Job(config=config, method=method.name, seed=seed, choice=config.given(method), command=command, ledger=ledger)
-    found = known(out, job, Queue(out).packed)
-    if found is None and method.rule:
-        job = replace(job, noise_multiplier=runner.calibrate(config))
-    while found is None:
-        found = attempt(job, out, on_progress)
-        if found is None:
-            time.sleep(PATIENCE)
-    return found
+    job = Job(config=config.replace(tune=False), method=method.name, seed=seed, choice=config.given(method),
+              command=command, ledger=ledger)  # fmt: skip
+    (record,) = Queue(out, on_progress=on_progress).run([job], workers.Here())
+    return record
 
 
 def _require_priced(ledger: Path | None, methods: Sequence[Method]) -> None:
