@@ -85,8 +85,8 @@ def train(
     words = [*([preset] if preset else []), *(values or [])]
     if not words or words[0].startswith("-") or "=" in words[0]:
         given = read(words) | ({"method": method} if method else {})
-        _train_own(data, out or Path("runs/own"), device, as_json, target=target, test=test, seed=seed, ledger=ledger,
-                   **given)  # fmt: skip
+        _train_own(given, out or Path("runs/own"), device, as_json, data=data, target=target, test=test, seed=seed,
+                   ledger=ledger)  # fmt: skip
         return
     config = configured(words[0], read(words[1:]), data, device)
     if target is not None or test is not None:
@@ -102,16 +102,12 @@ def train(
     show(as_json, record.to_dict(), told, record.statement, f"Record in {folder}")
 
 
-def _train_own(
-    data: Path | None, out: Path, device: str | None, as_json: bool, *, epsilon: float | None = None,
-    delta: float | None = None, model: str | None = None, epochs: float | None = None, batch: int | None = None,
-    rate: float = 1.0, target: str | None = None, test: str | None = None, seed: int | None = None,
-    ledger: Path | None = None, noise: str | None = None, **others: Any,
-) -> None:  # fmt: skip
-    for name in others:
+def _train_own(given: dict[str, Any], out: Path, device: str | None, as_json: bool, **asked: Any) -> None:
+    for name in sorted(given.keys() - {"epsilon", "delta", "model", "epochs", "batch", "rate", "noise"}):
         raise ValueError(f"--{name} is not known for data of your own. Leave it out, or name a preset.")
-    if data is None or epsilon is None or delta is None:
+    if asked["data"] is None or not given.keys() >= {"epsilon", "delta"}:
         raise ValueError("Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta.")
+    rate = given.setdefault("rate", 1.0)
     require_positive("train", "rate", rate, action="It is the learning rate of SGD under a bound of 1.")
     options.require_writable(out)
     from dpscale.lab import device as place
@@ -119,12 +115,9 @@ def _train_own(
 
     place.use(device)
     with terminal.run_bar("training", quiet=as_json) as bar:
-        found = own.train(
-            str(data), target, model, test, out, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, rate=rate,
-            seed=seed, ledger=ledger, noise=noise, on_progress=bar,
-        )  # fmt: skip
-    told = f"epsilon {found['epsilon']:.3f} at delta {delta:g}"
-    told += f", test accuracy {found['test_accuracy']:.1%}" if test else ""
+        found = own.train(out, **given, **asked, on_progress=bar)
+    told = f"epsilon {found['epsilon']:.3f} at delta {found['delta']:g}"
+    told += f", test accuracy {found['test_accuracy']:.1%}" if asked["test"] else ""
     show(as_json, found, told, found["statement"], f"Model, run and statement in {out}")
 
 

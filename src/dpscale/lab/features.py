@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscale.checks import out_of_memory, require
+from dpscale.checks import out_of_memory
 from dpscale.files import clear, replacing
 from dpscale.lab import encoders
 from dpscale.lab.data import Data
@@ -149,18 +149,16 @@ def encoder(name: str) -> Encoder:
     return ENCODERS[name]
 
 
-def features(data: Data, encoder: str | Encoder, *, normalize: Literal["l2"] | None = None, **how: Any) -> Data:
-    """``data`` with features ``(N, d)`` in float32 in place of its images, as `extract` gives them.
+def features(data: Data, encoder: str, **how: Any) -> Data:
+    """``data`` with features ``(N, d)`` in float32 in place of its images, as `extract` gives them, each row divided by
+    its own norm, which no other row enters.
 
     ``provenance["features"]`` names the encoder, checksums of weights and images, the size, and the file of the raw
-    ones. ``normalize="l2"`` divides each row by its own norm, which no other row enters.
+    ones.
     """
-    require(normalize in (None, "l2"), "features", "normalize", "'l2' or None", normalize)
     found = extract(data, encoder, **how)
-    train, test = found.train.float(), found.test.float()
-    if normalize == "l2":
-        train, test = F.normalize(train, dim=1), F.normalize(test, dim=1)
-    made = {**found.provenance, "normalize": normalize, "file": str(found.path)}
+    train, test = (F.normalize(rows.float(), dim=1) for rows in (found.train, found.test))
+    made = {**found.provenance, "normalize": "l2", "file": str(found.path)}
     return dataclasses.replace(
         data, name=f"{data.name}, {made['encoder']} features", train_images=train, test_images=test,
         provenance={**data.provenance, "features": made},
@@ -178,7 +176,7 @@ class Extracted(NamedTuple):
 
 
 def extract(
-    data: Data, encoder_: str | Encoder, *, folder: Path | None = None, checkpoint: Path | None = None,
+    data: Data, encoder_: str, *, folder: Path | None = None, checkpoint: Path | None = None,
     device: str | None = None, batch: int = 128, size: int = 224, dtype: torch.dtype = torch.float32,
     on_progress: OnProgress = ignore,
 ) -> Extracted:  # fmt: skip
@@ -196,7 +194,7 @@ def extract(
         size: images are resized to ``size`` × ``size``: bicubic, antialiased, cut off to [0, 1].
         dtype: of the stored features: float32, or float16 for half the bytes.
     """
-    chosen = encoder(encoder_) if isinstance(encoder_, str) else encoder_
+    chosen = encoder(encoder_)
     if data.train_images.ndim != 4 or data.train_images.shape[1] != 3:
         shape = tuple(data.train_images.shape)
         raise ValueError(f"An encoder takes colour images (N, 3, height, width). {data.name!r} has {shape}.")

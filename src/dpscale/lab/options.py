@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -131,15 +130,9 @@ def show(as_json: bool, found: Any, *lines: str) -> None:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout; a number that JSON does not have (inf, NaN) becomes null."""
-    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    from pydantic_core import to_json
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    typer.echo(to_json(value, indent=2, inf_nan_mode="null"))
 
 
 def two_digits(value: float) -> float:

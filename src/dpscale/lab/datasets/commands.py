@@ -211,7 +211,7 @@ def features(
     with progress(f"features {dataset}", quiet=as_json) as bar:
         images = data.load(dataset, folder, on_progress=bar)
         found = lab.extract(
-            images, chosen, folder=folder, checkpoint=checkpoint, device=place.name(), batch=batch, size=size,
+            images, encoder, folder=folder, checkpoint=checkpoint, device=place.name(), batch=batch, size=size,
             dtype=torch.float16 if half else torch.float32, on_progress=bar,
         )  # fmt: skip
     seconds = round(time.perf_counter() - start, 1)
