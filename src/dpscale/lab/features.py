@@ -90,8 +90,6 @@ def read(path: Path) -> dict[str, Tensor]:
 
     Of a torch file with several networks, the one ``"resnet"``.
     """
-    if not path.is_file():
-        raise ValueError(f"There is no checkpoint {path}.")
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
@@ -202,7 +200,7 @@ def extract(
     source = checkpoint or chosen.kept(folder)
     asked = {
         "format": FORMAT, "encoder": chosen.name, "size": size, "dtype": kind, "data": data.name,
-        "data_sha256": sha256, **({} if source is None else {"weights_sha256": _weights_sha256(source)}),
+        "data_sha256": sha256, **({} if source is None else {"weights_sha256": checksum(source, "sha256")}),
     }  # fmt: skip
     slug, rest = re.sub(r"[^a-z0-9.]+", "-", data.name.lower()).strip("-."), f"{chosen.name}-{size}-{kind}.safetensors"
     whole = path = folder / "features" / f"{slug}-{rest}"
@@ -221,8 +219,8 @@ def extract(
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         train, test = (part.to(dtype) for part in _computed(data, chosen, source, place, batch, size, on_progress))
         made = {
-            **asked, "weights_sha256": _weights_sha256(source), "encoder_title": chosen.title, "origin": chosen.origin,
-            "features": train.shape[1], "features_sha256": _sha256(train, test),
+            **asked, "weights_sha256": checksum(source, "sha256"), "encoder_title": chosen.title,
+            "origin": chosen.origin, "features": train.shape[1], "features_sha256": _sha256(train, test),
             "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
             "versions": installed_versions(), "commit": source_commit(),
         }  # fmt: skip
@@ -262,12 +260,6 @@ def prepare(images_NCHW: Tensor, size: int) -> Tensor:
     x = images_NCHW.float() / 255.0 if images_NCHW.dtype == torch.uint8 else images_NCHW.float()
     x = F.interpolate(x, size=(size, size), mode="bicubic", antialias=True).clamp_(0.0, 1.0)
     return x.contiguous(memory_format=torch.channels_last)
-
-
-def _weights_sha256(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"There is no checkpoint {path}.")
-    return checksum(path, "sha256")
 
 
 def _sha256(*tensors: Tensor) -> str:
