@@ -10,7 +10,7 @@ import pytest
 from dpscale import Clip, FullBatch, Plan, Poisson
 from dpscale.lab import paper, records, report, runner
 from dpscale.lab.datasets import DataError, stored
-from dpscale.lab.options import two_digits
+from dpscale.lab.stats import two_digits
 
 from .helpers import refuse, run
 

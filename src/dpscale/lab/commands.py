@@ -336,13 +336,13 @@ def _run(
     dry_run: bool, as_json: bool,
 ) -> "list[Experiment]":  # fmt: skip
     """What came of these experiments, as far as the budget allows; a dry run says what is left, and ends here."""
-    from dpscale.lab import paper, terminal
+    from dpscale.lab import paper, stats, terminal
 
     if dry_run:
         rows = paper.left(asked, repeats, workers)
         runs, minutes = (sum(row[name] for row in rows) for name in ("runs", "minutes"))
         told = (f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes" for row in rows)
-        show(as_json, {"plan": rows, "runs": runs, "minutes": options.two_digits(minutes)}, *told)
+        show(as_json, {"plan": rows, "runs": runs, "minutes": stats.two_digits(minutes)}, *told)
         raise typer.Exit
     deadline = None if budget is None else time.monotonic() + 60 * budget
     with terminal.runs_bar(quiet=as_json) as bar:

@@ -135,11 +135,6 @@ def print_json(value: Any) -> None:
     typer.echo(to_json(value, indent=2, inf_nan_mode="null"))
 
 
-def two_digits(value: float) -> float:
-    """Rounded to two significant digits: 0.012, 1.5, 48, 130."""
-    return float(f"{value:.2g}")
-
-
 def require_writable(folder: Path) -> None:
     """Refuse a folder that cannot be written, before minutes are spent; nothing is made yet."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -12,7 +12,6 @@ from dpscale.checks import require
 from dpscale.lab import compare, presets, records, stats
 from dpscale.lab.compare import Event
 from dpscale.lab.datasets import DataError, stored
-from dpscale.lab.options import two_digits
 from dpscale.lab.presets import Config, Method
 from dpscale.lab.records import Record
 from dpscale.lab.stats import Row
@@ -129,7 +128,7 @@ def left(asked: Sequence[Asked], repeats: int, at_once: int | None) -> list[dict
     rows = []
     for config, methods, seeds, out in asked:
         found = compare.compare(config, methods, seeds, out, repeats=repeats, at_once=1, deadline=-math.inf)
-        about = two_digits(compare.minutes(config, methods, found, at_once))
+        about = stats.two_digits(compare.minutes(config, methods, found, at_once))
         rows.append({"preset": config.preset, "runs": found.left, "minutes": about})
     return rows
 

@@ -271,3 +271,8 @@ def details(rows: Sequence[Row]) -> list[str]:
 def plural(count: int, what: str, many: str | None = None) -> str:
     """A number of things in words."""
     return f"{count} {what if count == 1 else many or what + 's'}"
+
+
+def two_digits(value: float) -> float:
+    """Rounded to two significant digits: 0.012, 1.5, 48, 130."""
+    return float(f"{value:.2g}")
