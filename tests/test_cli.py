@@ -10,7 +10,7 @@ import pytest
 from dpscale import Clip, FullBatch, Plan, Poisson
 from dpscale.lab import paper, records, report, runner
 from dpscale.lab.datasets import DataError, stored
-from dpscale.lab.options import two_digits
+from dpscale.lab.stats import two_digits
 
 from .helpers import refuse, run
 
@@ -342,7 +342,7 @@ def test_figures_say_their_own_defaults_and_all_takes_what_they_take():
 )
 def test_the_settings_shown_are_those_that_are_run_and_the_papers(arguments, sampling, shown, tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(paper, "experiments", lambda configs, *_, **__: ran.extend(configs) or [])
+    monkeypatch.setattr(paper, "experiments", lambda asked, *_, **__: ran.extend(config for config, *_ in asked) or [])
     told = run("reproduce", "all", "--presets", "digits,mnist", "epochs=3", *arguments, "--out", tmp_path).stdout
     plan = Plan(scaling=Clip(C=1.0), sampling=sampling, epochs=3)
     noise = plan.calibrate(epsilon=ran[1].epsilon, delta=1e-5).noise_multiplier

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -211,7 +212,7 @@ def test_a_report_has_what_is_packed_and_what_was_run_since(folder, tmp_path, pr
 def test_after_a_deadline_the_same_call_runs_the_rest_and_nothing_twice(tmp_path, monkeypatch, pretend, runs, final):
     config, named = TINY.replace(epochs=1, diagnostics=False, search_seeds=1), methods("dp-sgd,psac-r-over-s")
     ran = pretend()
-    monkeypatch.setattr(compare.Queue, "pace", None)  # how long a run takes is not known
+    monkeypatch.setattr(compare.Queue, "pace", 0.0)  # how long a run takes is not known
     monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=lambda: len(ran)))  # a run takes a second
     cut = compare.compare(config, named, [0], tmp_path, at_once=1, deadline=runs)
     assert len(ran) == runs and (len(cut.records), cut.left) == (final, 6 - runs)
@@ -281,12 +282,26 @@ def test_what_a_budget_cannot_end_is_not_begun(tmp_path, monkeypatch, pretend):
     monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=lambda: 40.0 * len(ran)))
     config = TINY.replace(tune=False, diagnostics=False, epochs=1, K0=2)
     names = ("dp-sgd", "dp-psasc-star")  # which takes three gradients a step
+    monkeypatch.setattr(compare, "timed", lambda job: 40.0)
     queue = compare.Queue(tmp_path, deadline=140.0)
     jobs = [job(n, config=config, seed=k, choice=config.given(METHODS[n])) for n in names for k in range(4)]
     assert [r.seed for r in queue.run(jobs, workers.Here())] == [0, 1, 2] and len(queue.left) == 5
     planned = compare.compare(config, methods(",".join(names)), range(4), tmp_path, at_once=1, deadline=-1.0)
     assert planned.left == 8 - 3 and planned.pace == pytest.approx(40.0)
     assert compare.minutes(config, [], planned, 2) == pytest.approx((1 + 4 * 3) * 40 / 2 / 60)
+
+
+@pytest.mark.parametrize(("seconds", "begun"), [(70.0, 1), (130.0, 0)])
+def test_before_any_run_has_told_how_long_it_takes_steps_are_timed(tmp_path, monkeypatch, pretend, seconds, begun):
+    """Two minutes are left, and a run by itself would take longer, or not."""
+    ran, config = pretend(seconds=seconds, cold_seconds=0.0), TINY.replace(tune=False, diagnostics=False, epochs=1)
+    clock = itertools.count(0.0, seconds / runner.planned(config).steps)
+    now = SimpleNamespace(monotonic=lambda: seconds * len(ran), perf_counter=lambda: next(clock))
+    monkeypatch.setattr(compare, "time", now)
+    queue = compare.Queue(tmp_path, deadline=120.0)
+    queue.run([job("dp-sgd", config=config, seed=k, choice=config.given(METHODS["dp-sgd"])) for k in (0, 1)],
+              workers.Here())  # fmt: skip
+    assert len(ran) == begun and len(queue.left) == 2 - begun
 
 
 def test_a_repeated_run_is_no_other_seed(folder, found, tmp_path, pretend):

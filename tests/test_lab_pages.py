@@ -209,7 +209,7 @@ def test_the_page_of_all_experiments_keeps_those_that_were_not_asked_for(several
     out = shutil.copytree(several, tmp_path / "out")
     mnist = next(one for one in paper.load(out) if one.preset == "mnist")
     asked = []
-    monkeypatch.setattr(paper, "experiments", lambda configs, *_, **__: asked.extend(configs) or [mnist])
+    monkeypatch.setattr(paper, "experiments", lambda all_, *_, **__: asked.extend(one for one, *_ in all_) or [mnist])
     run_command("reproduce", "table2", "--presets", "mnist,mnist", "--out", out)
     assert [config.preset for config in asked] == ["mnist"]  # once
     page = (out / "report.html").read_text(encoding="utf-8")
@@ -388,7 +388,7 @@ def test_a_line_is_due_at_each_tenth_and_at_the_end(total):
 
 
 def test_lines_say_how_far_several_experiments_are_and_nobody_listens_after(found, capsys):
-    with terminal.experiments_bar(quiet=False) as show:
+    with terminal.runs_bar(quiet=False) as show:
         show("digits", Event(job=job(), done=0, total=2))
         with phase("compiling"):
             pass
@@ -405,8 +405,8 @@ def test_a_bar_says_what_has_begun_and_of_how_many(monkeypatch):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, color_system=None, width=120)
     monkeypatch.setattr(terminal, "Console", lambda **_: console)
-    with terminal.comparison_bar("compare digits", quiet=False) as show:
-        show(Event(job=job("dp-psasc-star", role="search"), done=3, total=40))
+    with terminal.runs_bar(quiet=False) as show:
+        show("digits", Event(job=job("dp-psasc-star", role="search"), done=3, total=40))
         assert "3/40 dp-psasc-star: search" in screen.getvalue()
-        show(Event(job=job("auto-s", seed=2), done=4, total=40))
+        show("digits", Event(job=job("auto-s", seed=2), done=4, total=40))
         assert "4/40 auto-s: seed 2" in screen.getvalue()

@@ -54,7 +54,8 @@ def test_what_is_shown_in_training_is_private(table, tmp_path):
     assert "epsilon" in shown and "loss" not in shown
 
 
-def test_noise_and_device_are_heeded(table, tmp_path):
+def test_noise_and_device_are_heeded(table, tmp_path, monkeypatch):
+    monkeypatch.setenv("DPSCALE_DEVICE", "cpu")  # which --device sets; put back after
     words = ["train", "--data", table, "--target", "outcome", *BUDGET, "--out", tmp_path, "--json"]
     found = [json.loads(run(*words, *more).stdout) for more in ([], ["--noise", "secure"], ["--device", "cpu"])]
     assert ["ChaCha20" in each["statement"] for each in found] == [False, True, False]

@@ -31,7 +31,7 @@ INTERRUPTED = 130
 
 _AFTER_INTERRUPT = {
     **dict.fromkeys(
-        ("train", "compare", "reproduce table2", "reproduce figures", "reproduce all"),
+        ("train", "compare", "reproduce"),
         "What is finished is recorded; the same command goes on.",
     ),
     "data": "No half-done data set was left behind; the same command begins again, a download where it stopped.",

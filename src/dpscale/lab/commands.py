@@ -4,7 +4,6 @@ line.
 Each imports what it needs when it is run: modules of commands are imported for every command, and for ``--help``.
 """
 
-import math
 import shlex
 import sys
 import time
@@ -19,7 +18,7 @@ from dpscale.lab import options
 from dpscale.lab.options import PRESET, SETTINGS, Device, Folder, Json, Preset, Values, configured, read, show
 
 if TYPE_CHECKING:
-    from dpscale.lab.presets import Config
+    from dpscale.lab.paper import Asked, Experiment
 
 MOST_SEEDS = 1000  # final runs are below it; the next one is `presets.SEARCH_SEED`
 Out = Annotated[Path | None, typer.Option(help="Folder of records and report; default: runs/PRESET.")]
@@ -42,7 +41,15 @@ PresetList = Annotated[str | None, typer.Option("--presets", help="Comma-separat
 PaperOut = Annotated[Path, typer.Option(help="Folder of records, tables and report.")]
 
 _LEFT = "{} runs are left: the budget is spent. The same command goes on with them."
-reproduce = typer.Typer(add_completion=False, rich_markup_mode=None)
+reproduce = options.group("""Make the paper's results anew, beside what they look like here.
+
+    \b
+    Example:
+      dpscale reproduce table1
+      dpscale reproduce table2 --presets mnist,fashion-mnist --budget-minutes 30 --out runs/paper
+      dpscale reproduce figures --presets mnist
+      dpscale reproduce all --out runs/paper
+    """)
 
 
 def train(
@@ -78,8 +85,8 @@ def train(
     words = [*([preset] if preset else []), *(values or [])]
     if not words or words[0].startswith("-") or "=" in words[0]:
         given = read(words) | ({"method": method} if method else {})
-        _train_own(data, out or Path("runs/own"), device, as_json, target=target, test=test, seed=seed, ledger=ledger,
-                   **given)  # fmt: skip
+        _train_own(given, out or Path("runs/own"), device, as_json, data=data, target=target, test=test, seed=seed,
+                   ledger=ledger)  # fmt: skip
         return
     config = configured(words[0], read(words[1:]), data, device)
     if target is not None or test is not None:
@@ -95,16 +102,12 @@ def train(
     show(as_json, record.to_dict(), told, record.statement, f"Record in {folder}")
 
 
-def _train_own(
-    data: Path | None, out: Path, device: str | None, as_json: bool, *, epsilon: float | None = None,
-    delta: float | None = None, model: str | None = None, epochs: float | None = None, batch: int | None = None,
-    rate: float = 1.0, target: str | None = None, test: str | None = None, seed: int | None = None,
-    ledger: Path | None = None, noise: str | None = None, **others: Any,
-) -> None:  # fmt: skip
-    for name in others:
+def _train_own(given: dict[str, Any], out: Path, device: str | None, as_json: bool, **asked: Any) -> None:
+    for name in sorted(given.keys() - {"epsilon", "delta", "model", "epochs", "batch", "rate", "noise"}):
         raise ValueError(f"--{name} is not known for data of your own. Leave it out, or name a preset.")
-    if data is None or epsilon is None or delta is None:
+    if asked["data"] is None or not given.keys() >= {"epsilon", "delta"}:
         raise ValueError("Name a preset (dpscale presets lists them), or give --data, --epsilon and --delta.")
+    rate = given.setdefault("rate", 1.0)
     require_positive("train", "rate", rate, action="It is the learning rate of SGD under a bound of 1.")
     options.require_writable(out)
     from dpscale.lab import device as place
@@ -112,12 +115,9 @@ def _train_own(
 
     place.use(device)
     with terminal.run_bar("training", quiet=as_json) as bar:
-        found = own.train(
-            str(data), target, model, test, out, epsilon=epsilon, delta=delta, epochs=epochs, batch=batch, rate=rate,
-            seed=seed, ledger=ledger, noise=noise, on_progress=bar,
-        )  # fmt: skip
-    told = f"epsilon {found['epsilon']:.3f} at delta {delta:g}"
-    told += f", test accuracy {found['test_accuracy']:.1%}" if test else ""
+        found = own.train(out, **given, **asked, on_progress=bar)
+    told = f"epsilon {found['epsilon']:.3f} at delta {found['delta']:g}"
+    told += f", test accuracy {found['test_accuracy']:.1%}" if asked["test"] else ""
     show(as_json, found, told, found["statement"], f"Model, run and statement in {out}")
 
 
@@ -181,34 +181,23 @@ def compare(
       dpscale compare digits --methods dp-sgd,dp-psac,dp-psasc --seeds 5 --out runs/digits
       dpscale compare mnist epochs=10 model=gelu_cnn --dry-run
     """
-    config, start = configured(preset, read(values or []), data, device), time.perf_counter()
-    from rich.console import Console
+    start, config = time.perf_counter(), configured(preset, read(values or []), data, device)
+    from dpscale.lab import presets, report, terminal
 
-    from dpscale.lab import compare, paper, presets, report, terminal
-
-    chosen, folder, numbers = presets.methods(methods, config), out or Path("runs") / config.preset, _seeds(seeds)
-    numbers = numbers or list(range(5))
+    folder, numbers = out or Path("runs") / config.preset, _seeds(seeds) or list(range(5))
     options.require_writable(folder)
-    if dry_run:
-        _print_plan([(config, chosen, numbers, folder)], repeats, workers, as_json)
-        return
-    with terminal.comparison_bar(f"compare {config.preset}", quiet=as_json) as bar:
-        done = compare.compare(
-            config, chosen, numbers, folder, ledger=ledger, at_once=workers, command=_command(), on_event=bar,
-            repeats=repeats, deadline=None if budget_minutes is None else time.monotonic() + 60 * budget_minutes,
-        )  # fmt: skip
-    if not done.records:
-        typer.echo(_LEFT.format(done.left), err=True)
+    asked = [(config, presets.methods(methods, config), numbers, folder)]
+    (one,) = _run(asked, folder, ledger, budget_minutes, repeats, workers, dry_run, as_json)
+    if not one.records:
+        typer.echo(_LEFT.format(one.left), err=True)
         raise typer.Exit(1)
-    found = paper.load(folder, done.records)
-    path, one = report.write_all(folder, found), found[0]
-    seconds = round(time.perf_counter() - start, 1)
+    path, seconds = report.write_all(folder, [one]), round(time.perf_counter() - start, 1)
     if not as_json:
         title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, {len(numbers)} seeds, 95% intervals"
-        Console(highlight=False).print(terminal.comparison(title, one.rows))
-    told = [report.verdict(one), *[_LEFT.format(done.left)] * bool(done.left), f"Report: {path}  ({seconds:.0f} s)"]
-    kept = {name: one.to_dict()[name] for name in ("rows", "verdict")}
-    show(as_json, {**kept, "report": str(path), "left": done.left, "seconds": seconds}, *told)
+        terminal.write(terminal.comparison(title, one.rows))
+    told = [report.verdict(one), *[_LEFT.format(one.left)] * bool(one.left), f"Report: {path}  ({seconds:.0f} s)"]
+    kept = {name: one.to_dict()[name] for name in ("rows", "verdict", "left")}
+    show(as_json, {**kept, "report": str(path), "seconds": seconds}, *told)
 
 
 def report(
@@ -282,23 +271,6 @@ def methods(as_json: Json = False) -> None:
     show(as_json, found, *(f"{name:<20} {title}" for name, title in found.items()))
 
 
-@reproduce.callback(invoke_without_command=True)
-def _reproduce(context: typer.Context) -> None:
-    """Make the paper's results anew, beside what they look like here.
-
-    \b
-    Example:
-      dpscale reproduce table1
-      dpscale reproduce table2 --presets mnist,fashion-mnist --budget-minutes 30 --out runs/paper
-      dpscale reproduce figures --presets mnist
-      dpscale reproduce all --out runs/paper
-    """
-    # Which of them it is: not all have records to go on from after an interrupt.
-    context.ensure_object(dict)["command"] = f"reproduce {context.invoked_subcommand}"
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
 @reproduce.command()
 def table1(presets_: PresetList = None, as_json: Json = False) -> None:
     """The paper's settings, and the noise multiplier that they come to. Trains nothing.
@@ -307,12 +279,10 @@ def table1(presets_: PresetList = None, as_json: Json = False) -> None:
     Example:
       dpscale reproduce table1
     """
-    from rich.console import Console
-
     from dpscale.lab import paper, terminal
 
     found = paper.settings([configured(name) for name in _names(presets_)])
-    options.print_json(found) if as_json else Console(highlight=False).print(terminal.settings(found))
+    options.print_json(found) if as_json else terminal.write(terminal.settings(found))
 
 
 def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None, folder: str, **own: bool) -> None:
@@ -324,19 +294,24 @@ def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None,
         device: Device = None, workers: Workers = None, dry_run: DryRun = False, as_json: Json = False,
     ) -> None:  # fmt: skip
         options.require_writable(out)
-        changes = {**own, **read(values or [])}
+        changes, numbers = {**own, **read(values or [])}, _seeds(seeds)
         configs = [configured(each, changes, data, device) for each in _names(presets_)]
-        numbers = _seeds(seeds)
-        if dry_run:
-            from dpscale.lab import paper, presets
+        from dpscale.lab import figures, paper, presets, report, terminal
 
-            asked = [(one, presets.methods(methods, one), numbers or paper.usual_seeds(one.preset), out / one.preset)
-                     for one in configs]  # fmt: skip
-            _print_plan(asked, repeats, workers, as_json)
-            return
-        budget = None if budget_minutes is None else 60 * budget_minutes
-        how: dict[str, Any] = {"seeds": numbers, "at_once": workers, "repeats": repeats, "budget": budget}
-        _experiments(configs, methods, out, as_json, settings=name == "all", drawn=bool(own), **how)
+        asked = [(one, presets.methods(methods, one), numbers or paper.usual_seeds(one.preset), out / one.preset)
+                 for one in configs]  # fmt: skip
+        shown = [one for one in configs if name == "all" and one.preset in paper.SIZES]
+        if shown and not as_json and not dry_run:
+            terminal.write(terminal.settings(paper.settings(shown)))
+        found = _run(asked, out, None, budget_minutes, repeats, workers, dry_run, as_json)
+        path = report.write_all(out, paper.with_others(found, out)) if any(one.records for one in found) else None
+        for one in (one for one in found if one.records and own):  # diagnostics are recorded, for pictures
+            figures.write(out / one.preset / "figures", figures.pictures(one.records))
+        left, each = sum(one.left for one in found), [one.to_dict() for one in found]
+        if not as_json:
+            terminal.write(terminal.accuracies(found))
+        told = [_LEFT.format(left)] * bool(left) + [f"Report: {path}"] * bool(path)
+        show(as_json, {"experiments": each, "left": left, "report": path and str(path)}, *told)
 
     run.__doc__ = f"{text}\n\n    \b\n    Example:\n      dpscale reproduce {name} --presets mnist --out {folder}\n"
     reproduce.command(name=name, context_settings=SETTINGS)(run)
@@ -356,48 +331,24 @@ _reproducing(
 )  # fmt: skip
 
 
-def _experiments(
-    configs: "list[Config]", methods: str | None, out: Path, as_json: bool, *, settings: bool, drawn: bool, **how: Any
-) -> None:
-    from rich.console import Console
+def _run(
+    asked: "Sequence[Asked]", out: Path, ledger: Path | None, budget: float | None, repeats: int, workers: int | None,
+    dry_run: bool, as_json: bool,
+) -> "list[Experiment]":  # fmt: skip
+    """What came of these experiments, as far as the budget allows; a dry run says what is left, and ends here."""
+    from dpscale.lab import paper, stats, terminal
 
-    from dpscale.lab import figures, paper, report, terminal
-
-    console = Console(highlight=False)
-    shown = [config for config in configs if settings and config.preset in paper.SIZES]
-    if shown and not as_json:
-        console.print(terminal.settings(paper.settings(shown)))
-    with terminal.experiments_bar(quiet=as_json) as bar:
-        found = paper.experiments(configs, methods, out, command=_command(), on_event=bar, **how)
-    path = report.write_all(out, paper.with_others(found, out)) if any(one.records for one in found) else None
-    for one in (one for one in found if one.records and drawn):  # diagnostics are recorded, for pictures
-        figures.write(out / one.preset / "figures", figures.pictures(one.records))
-    left = sum(one.left for one in found)
-    if as_json:
-        options.print_json(
-            {"experiments": [one.to_dict() for one in found], "left": left, "report": path and str(path)}
+    if dry_run:
+        rows = paper.left(asked, repeats, workers)
+        runs, minutes = (sum(row[name] for row in rows) for name in ("runs", "minutes"))
+        told = (f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes" for row in rows)
+        show(as_json, {"plan": rows, "runs": runs, "minutes": stats.two_digits(minutes)}, *told)
+        raise typer.Exit
+    deadline = None if budget is None else time.monotonic() + 60 * budget
+    with terminal.runs_bar(quiet=as_json) as bar:
+        return paper.experiments(
+            asked, deadline=deadline, ledger=ledger, repeats=repeats, at_once=workers, command=_command(), on_event=bar
         )
-        return
-    console.print(terminal.accuracies(found))
-    if left:
-        typer.echo(f"{left} runs are left: the budget is spent. The same command goes on with them.")
-    if path:
-        typer.echo(f"Report: {path}")
-
-
-def _print_plan(asked: Sequence[tuple[Any, ...]], repeats: int, workers: int | None, as_json: bool) -> None:
-    """How many runs each experiment has left, and about how long they take."""
-    from dpscale.lab import compare
-
-    rows = []
-    for config, methods, seeds, out in asked:
-        left = compare.compare(config, methods, seeds, out, repeats=repeats, at_once=1, deadline=-math.inf)
-        about = options.two_digits(compare.minutes(config, methods, left, workers))
-        rows.append({"preset": config.preset, "runs": left.left, "minutes": about})
-    runs, minutes = (sum(row[name] for row in rows) for name in ("runs", "minutes"))
-    found = {"plan": rows, "runs": runs, "minutes": options.two_digits(minutes)}
-    told = (f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes" for row in rows)
-    show(as_json, found, *told)
 
 
 def _seeds(text: str | None) -> list[int]:

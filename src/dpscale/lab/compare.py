@@ -139,25 +139,28 @@ class Queue:
     """Runs jobs that have no record yet.
 
     Args:
-        deadline: by `time.monotonic`; no run is begun that would not end before it, as far as earlier runs tell.
+        deadline: by `time.monotonic`; no run is begun that would not end before it, as far as earlier runs tell; before
+            the first of them, a few steps that are timed.
     """
 
     def __init__(
         self, out: Path, *, workers: int = 1, deadline: float | None = None,
-        on_event: Callable[[Event], None] = lambda _: None,
+        on_event: Callable[[Event], None] = lambda _: None, on_progress: Callable[[Progress], None] | None = None,
     ) -> None:  # fmt: skip
         self.out, self.workers, self.deadline, self.on_event = out, workers, deadline, on_event
+        self.listeners = () if on_progress is None else (on_progress,)  # to the steps of runs in this process
         self.done = self.total = 0
         self.left: list[Job] = []
         self.noise_multiplier: float | None = None
         self.compiled: set[Any] = set()
         self.paces: list[float] = []  # seconds of earlier runs here, per unit of `work`
+        self.guess: float | None = None
         self.packed = {record.key: record for record in records.found_in(records.beside(out))}
 
     @property
     def pace(self) -> float | None:
-        """Seconds per unit of `work`, the median of the runs seen so far; None if there is none."""
-        return statistics.median(self.paces) if self.paces else None
+        """Seconds per unit of `work`, the median of the runs seen so far; before them as timed, or None."""
+        return statistics.median(self.paces) if self.paces else self.guess
 
     def run(self, jobs: Sequence[Job], pool: Executor) -> list[Record]:
         """The records of these runs, but for those that a deadline left undone.
@@ -173,7 +176,7 @@ class Queue:
                 job = waiting.popleft()
                 if self._fits(job):
                     self.on_event(Event(job=job, done=self.done, total=self.total))
-                    under_way[pool.submit(attempt, job, self.out)] = job
+                    under_way[pool.submit(attempt, job, self.out, *self.listeners)] = job
                 else:
                     self.left.append(job)
             if not under_way:
@@ -211,6 +214,8 @@ class Queue:
         if self.noise_multiplier is None and any(METHODS[job.method].rule for job in jobs):
             self.noise_multiplier = runner.calibrate(jobs[0].config)
         jobs = [replace(job, noise_multiplier=self.noise_multiplier or 0.0) for job in jobs]
+        if self.deadline is not None and self.pace is None:
+            self.guess = timed(jobs[0])
         if self.workers > 1 and device.on_gpu():
             private = [job for job in jobs if METHODS[job.method].rule]
             workers.compile_ahead([job for job in private if workers.step_of(job) not in self.compiled])
@@ -284,11 +289,15 @@ def minutes(config: Config, methods: Sequence[Method], found: Compared, at_once:
     pace = found.pace
     if pace is None and found.left:
         choice = config.tries(methods[0])[0]
-        job = Job(config=config, method=methods[0].name, seed=SEARCH_SEED, choice=choice, noise_multiplier=1.0)
-        ends = [time.perf_counter() for _ in itertools.islice(runner.steps(job), 6)]
-        took = [after - before for before, after in itertools.pairwise(ends)] or [0.0]
-        pace = statistics.median(took) * (runner.planned(config).steps or 0) / work(job)
+        pace = timed(Job(config=config, method=methods[0].name, seed=SEARCH_SEED, choice=choice, noise_multiplier=1.0))
     return found.work * (pace or 0.0) / (at_once or workers.fitting(config)) / 60
+
+
+def timed(job: Job) -> float:
+    """Seconds per unit of `work`, from a few steps of a run that is then forgotten."""
+    ends = [time.perf_counter() for _ in itertools.islice(runner.steps(replace(job, ledger=None)), 6)]
+    took = [after - before for before, after in itertools.pairwise(ends)] or [0.0]
+    return statistics.median(took) * (runner.planned(job.config).steps or 0) / job.config.epochs / job.points
 
 
 def train(
@@ -296,17 +305,11 @@ def train(
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Record:  # fmt: skip
     """One run at the preset's rates, its record saved in ``out``; repeated only if there is no record yet."""
-    config = config.replace(tune=False)
     _require_priced(ledger, [method])
-    job = Job(config=config, method=method.name, seed=seed, choice=config.given(method), command=command, ledger=ledger)
-    found = known(out, job, Queue(out).packed)
-    if found is None and method.rule:
-        job = replace(job, noise_multiplier=runner.calibrate(config))
-    while found is None:
-        found = attempt(job, out, on_progress)
-        if found is None:
-            time.sleep(PATIENCE)
-    return found
+    job = Job(config=config.replace(tune=False), method=method.name, seed=seed, choice=config.given(method),
+              command=command, ledger=ledger)  # fmt: skip
+    (record,) = Queue(out, on_progress=on_progress).run([job], workers.Here())
+    return record
 
 
 def _require_priced(ledger: Path | None, methods: Sequence[Method]) -> None:
@@ -329,8 +332,7 @@ def _search(
     """What to run with the grid that it took, the best choice of every method whose tries are all done, and for the
     records how it was found."""
     done: dict[tuple[str, Choice], list[Record]] = {}
-    planned, counted = sum(_planned(asked.config, source) for source in sources), 0
-    queue.total += planned
+    queue.total += sum(_planned(asked.config, source) for source in sources)
     for round_ in range(asked.config.widen + 1):
         config = asked.config
         for seeds in sorted({1, config.search_seeds}):  # all tries once, then the best of them with the other seeds
@@ -340,8 +342,7 @@ def _search(
                         role="search", seed=SEARCH_SEED + k)
                 for source, choice in wanted for k in range(len(done.get((source.name, choice), [])), seeds)
             ]  # fmt: skip
-            counted += len(jobs)
-            queue.total, planned = queue.total + max(0, counted - planned), max(counted, planned)
+            queue.total += len(jobs) if round_ else 0
             jobs.sort(key=lambda job: (-job.points, job.seed))
             for record in queue.run(jobs, pool):
                 done.setdefault((record.method, Choice.model_validate(record.choice)), []).append(record)

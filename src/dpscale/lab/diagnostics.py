@@ -7,6 +7,7 @@ holds such numbers says so.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,7 +24,7 @@ class Watch:
     def __init__(self) -> None:
         self.on = False
         self.epochs: list[int] = []
-        self.counts, self.weights = torch.zeros(2, BINS, dtype=torch.float64)
+        self.counts, self.weights = np.zeros((2, BINS))
         self.not_finite = 0
         self.cosines: list[Tensor] = []
         self.mean_weight: list[float | None] = []
@@ -36,42 +37,37 @@ class Watch:
         norm_N, weight_N = (torch.cat(list(parts)).detach().cpu().double() for parts in (norms, weights))
         finite = torch.isfinite(norm_N)
         self.not_finite += int((~finite).sum())
-        decade = norm_N[finite].log10().clamp(LOW, HIGH)
-        bins = ((decade - LOW) / (HIGH - LOW) * BINS).long().clamp(max=BINS - 1)
-        self.counts.index_add_(0, bins, torch.ones_like(decade))
-        self.weights.index_add_(0, bins, weight_N[finite])
+        decade = norm_N[finite].log10().clamp(LOW, HIGH).numpy()
+        self.counts += np.histogram(decade, BINS, (LOW, HIGH))[0]
+        self.weights += np.histogram(decade, BINS, (LOW, HIGH), weights=weight_N[finite].numpy())[0]
         self.epochs.append(epoch)
 
     def to_dict(self) -> dict[str, Any] | None:
-        """Plain values for a record, only bins that have samples; None if nothing was seen."""
-        found = {"norms": self._norms() if self.epochs else None, "similarity": self._similarity()}
+        """Plain values for a record, only bins that have samples; None if nothing was seen. A batch without samples has
+        no mean gradient, and so no cosine."""
+        found: dict[str, Any] = {"norms": None, "similarity": None}
+        if self.epochs:
+            kept = self.counts.nonzero()[0]
+            found["norms"] = {
+                "epochs": self.epochs, "log10_norm": _centres(kept, LOW, (HIGH - LOW) / BINS),
+                "bin_width": (HIGH - LOW) / BINS, "counts": self.counts[kept].astype(int).tolist(),
+                "mean_weight": (self.weights[kept] / self.counts[kept]).tolist(), "not_finite": self.not_finite,
+            }  # fmt: skip
+        values = torch.stack(self.cosines).cpu().double().numpy() if self.cosines else np.empty(0)
+        values = values[np.isfinite(values)].clip(-1, 1)
+        if len(values):
+            counts = np.histogram(values, COSINES, (-1, 1))[0]
+            kept = counts.nonzero()[0]
+            found["similarity"] = {
+                "steps": len(values), "mean": float(values.mean()), "bin_width": 2 / COSINES,
+                "cosine": _centres(kept, -1, 2 / COSINES), "counts": counts[kept].tolist(),
+            }  # fmt: skip
         if not any(found.values()):
             return None
         return {"not_private": True, "note": NOTE, **found, "mean_weight": self.mean_weight}
 
-    def _norms(self) -> dict[str, Any]:
-        kept, width = self.counts.nonzero().flatten(), (HIGH - LOW) / BINS
-        return {
-            "epochs": self.epochs, "log10_norm": _centres(kept, LOW, width), "bin_width": width,
-            "counts": [int(c) for c in self.counts[kept].tolist()],
-            "mean_weight": (self.weights[kept] / self.counts[kept]).tolist(), "not_finite": self.not_finite,
-        }  # fmt: skip
 
-    def _similarity(self) -> dict[str, Any] | None:
-        """A batch without samples has no mean gradient and is left out."""
-        values = torch.stack(self.cosines).cpu() if self.cosines else torch.empty(0)
-        values = values[torch.isfinite(values)].double().clamp(-1, 1)
-        if not len(values):
-            return None
-        counts, width = torch.histc(values, COSINES, -1, 1), 2 / COSINES
-        kept = counts.nonzero().flatten()
-        return {
-            "steps": len(values), "mean": values.mean().item(), "bin_width": width,
-            "cosine": _centres(kept, -1, width), "counts": [int(c) for c in counts[kept].tolist()],
-        }  # fmt: skip
-
-
-def _centres(bins: Tensor, low: float, width: float) -> list[float]:
+def _centres(bins: np.ndarray, low: float, width: float) -> list[float]:
     return [round(low + (k + 0.5) * width, 6) for k in bins.tolist()]
 
 

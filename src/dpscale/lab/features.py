@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpscale.checks import out_of_memory, require
+from dpscale.checks import out_of_memory
 from dpscale.files import clear, replacing
 from dpscale.lab import encoders
 from dpscale.lab.data import Data
@@ -90,8 +90,6 @@ def read(path: Path) -> dict[str, Tensor]:
 
     Of a torch file with several networks, the one ``"resnet"``.
     """
-    if not path.is_file():
-        raise ValueError(f"There is no checkpoint {path}.")
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
@@ -149,18 +147,16 @@ def encoder(name: str) -> Encoder:
     return ENCODERS[name]
 
 
-def features(data: Data, encoder: str | Encoder, *, normalize: Literal["l2"] | None = None, **how: Any) -> Data:
-    """``data`` with features ``(N, d)`` in float32 in place of its images, as `extract` gives them.
+def features(data: Data, encoder: str, **how: Any) -> Data:
+    """``data`` with features ``(N, d)`` in float32 in place of its images, as `extract` gives them, each row divided by
+    its own norm, which no other row enters.
 
     ``provenance["features"]`` names the encoder, checksums of weights and images, the size, and the file of the raw
-    ones. ``normalize="l2"`` divides each row by its own norm, which no other row enters.
+    ones.
     """
-    require(normalize in (None, "l2"), "features", "normalize", "'l2' or None", normalize)
     found = extract(data, encoder, **how)
-    train, test = found.train.float(), found.test.float()
-    if normalize == "l2":
-        train, test = F.normalize(train, dim=1), F.normalize(test, dim=1)
-    made = {**found.provenance, "normalize": normalize, "file": str(found.path)}
+    train, test = (F.normalize(rows.float(), dim=1) for rows in (found.train, found.test))
+    made = {**found.provenance, "normalize": "l2", "file": str(found.path)}
     return dataclasses.replace(
         data, name=f"{data.name}, {made['encoder']} features", train_images=train, test_images=test,
         provenance={**data.provenance, "features": made},
@@ -178,7 +174,7 @@ class Extracted(NamedTuple):
 
 
 def extract(
-    data: Data, encoder_: str | Encoder, *, folder: Path | None = None, checkpoint: Path | None = None,
+    data: Data, encoder_: str, *, folder: Path | None = None, checkpoint: Path | None = None,
     device: str | None = None, batch: int = 128, size: int = 224, dtype: torch.dtype = torch.float32,
     on_progress: OnProgress = ignore,
 ) -> Extracted:  # fmt: skip
@@ -196,7 +192,7 @@ def extract(
         size: images are resized to ``size`` × ``size``: bicubic, antialiased, cut off to [0, 1].
         dtype: of the stored features: float32, or float16 for half the bytes.
     """
-    chosen = encoder(encoder_) if isinstance(encoder_, str) else encoder_
+    chosen = encoder(encoder_)
     if data.train_images.ndim != 4 or data.train_images.shape[1] != 3:
         shape = tuple(data.train_images.shape)
         raise ValueError(f"An encoder takes colour images (N, 3, height, width). {data.name!r} has {shape}.")
@@ -204,7 +200,7 @@ def extract(
     source = checkpoint or chosen.kept(folder)
     asked = {
         "format": FORMAT, "encoder": chosen.name, "size": size, "dtype": kind, "data": data.name,
-        "data_sha256": sha256, **({} if source is None else {"weights_sha256": _weights_sha256(source)}),
+        "data_sha256": sha256, **({} if source is None else {"weights_sha256": checksum(source, "sha256")}),
     }  # fmt: skip
     slug, rest = re.sub(r"[^a-z0-9.]+", "-", data.name.lower()).strip("-."), f"{chosen.name}-{size}-{kind}.safetensors"
     whole = path = folder / "features" / f"{slug}-{rest}"
@@ -223,8 +219,8 @@ def extract(
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         train, test = (part.to(dtype) for part in _computed(data, chosen, source, place, batch, size, on_progress))
         made = {
-            **asked, "weights_sha256": _weights_sha256(source), "encoder_title": chosen.title, "origin": chosen.origin,
-            "features": train.shape[1], "features_sha256": _sha256(train, test),
+            **asked, "weights_sha256": checksum(source, "sha256"), "encoder_title": chosen.title,
+            "origin": chosen.origin, "features": train.shape[1], "features_sha256": _sha256(train, test),
             "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
             "versions": installed_versions(), "commit": source_commit(),
         }  # fmt: skip
@@ -264,12 +260,6 @@ def prepare(images_NCHW: Tensor, size: int) -> Tensor:
     x = images_NCHW.float() / 255.0 if images_NCHW.dtype == torch.uint8 else images_NCHW.float()
     x = F.interpolate(x, size=(size, size), mode="bicubic", antialias=True).clamp_(0.0, 1.0)
     return x.contiguous(memory_format=torch.channels_last)
-
-
-def _weights_sha256(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"There is no checkpoint {path}.")
-    return checksum(path, "sha256")
 
 
 def _sha256(*tensors: Tensor) -> str:

@@ -103,14 +103,11 @@ def svg(figure: Figure, name: str, description: str) -> str:
         name: of the picture in its page; any text, from which the ids are made.
         description: for those who do not see it, escaped for an attribute.
     """
-    text, opening = _svg(figure, name, transparent=True), f'" role="img" aria-label="{description}">'
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text, opening = _drawn(figure, "svg", name, transparent=True).decode(), f'role="img" aria-label="{description}"'
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{slug(name)}-", text)
-    text = re.sub(
-        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', lambda found: f'<svg viewBox="{found[1]}{opening}', text, count=1
-    )
+    text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', lambda head: f"<svg {head[1]} {opening}>", text, count=1)
     series = ((colour, f"--series-{k}") for k, colour in enumerate(SERIES))
     for colour, variable in ((INK, "--ink"), (GRID, "--grid"), (WARN, "--warn"), *series):
         text = text.replace(colour, f"var({variable})")
@@ -123,17 +120,15 @@ def slug(name: str) -> str:
     return name if plain and plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".strip("-")
 
 
-def _svg(figure: Figure, name: str, **options: Any) -> str:
-    stream = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-        figure.savefig(stream, format="svg", metadata={"Date": None}, **options)
-    return stream.getvalue()
-
-
-def png(figure: Figure, dpi: int = 150) -> bytes:
+def png(figure: Figure) -> bytes:
     """The figure on white, for slides and papers."""
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=dpi, facecolor="white")
+    return _drawn(figure, "png", "", dpi=150, facecolor="white")
+
+
+def _drawn(figure: Figure, kind: str, salt: str, **options: Any) -> bytes:
+    stream, metadata = io.BytesIO(), {"Date": None} if kind == "svg" else None
+    with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
+        figure.savefig(stream, format=kind, metadata=metadata, **options)
     return stream.getvalue()
 
 
@@ -141,7 +136,8 @@ def write(folder: Path, found: Sequence[Picture]) -> None:
     """Each picture as ``NAME.png`` and ``NAME.svg`` in ``folder``, on white."""
     for picture in found:
         files.write(folder / f"{picture.name}.png", png(picture.figure))
-        files.write(folder / f"{picture.name}.svg", _svg(picture.figure, picture.name, facecolor="white"))
+        drawn = _drawn(picture.figure, "svg", picture.name, facecolor="white")
+        files.write(folder / f"{picture.name}.svg", drawn)
 
 
 # -- pictures of one experiment --------------------------------------------------------------------------------
@@ -236,15 +232,12 @@ def norm_distribution(records: Sequence[Record]) -> Figure:
     """Share of per-sample gradient norms per decade in the last epochs, all seeds together."""
     figure, axes = _axes("gradient norm x", "share of samples per decade", private=False)
     for method, group in by_method(records).items():
-        counts, width = _counts(group, "norms", "log10_norm")
-        if not counts:
-            continue
-        first, last = min(counts), max(counts)
-        grid = np.arange(round((last - first) / width) + 1) * width + first
-        share = np.zeros(len(grid))
-        for centre, count in counts.items():
-            share[round((centre - first) / width)] = count / sum(counts.values()) / width
-        axes.plot(10**grid, share, linewidth=1.5, label=group[0].title, **look(method))
+        centres, counts, width = _histogram(group, "norms", "log10_norm")
+        if len(centres):
+            bins = ((centres - centres[0]) / width).round().astype(int)
+            share = np.bincount(bins, counts / counts.sum() / width)  # 0 in bins that were not recorded
+            grid = 10 ** (centres[0] + width * np.arange(len(share)))
+            axes.plot(grid, share, linewidth=1.5, label=group[0].title, **look(method))
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     return _legend(figure, axes)
@@ -257,27 +250,34 @@ def gradient_similarity(records: Sequence[Record], baseline: str) -> Figure:
     """
     figure, axes = _axes("cosine similarity", "share of steps (%)", private=False)
     groups = by_method(records)
-    histograms = {method: _counts(groups.get(method, []), "similarity", "cosine") for method in (*BASELINES, *OURS)}
-    counts = {method: found for method, (found, _) in histograms.items() if found}
-    width = next(width for found, width in histograms.values() if found)
-    centres = [centre for found in counts.values() for centre in found]
-    # A bar is a whole number of the recorded bins: nothing is split.
-    bar = width * max(1, round((max(centres) - min(centres)) / width / _BARS))
-    low = np.floor((min(centres) - width / 2) / bar + 1e-9) * bar
-    edges = low + bar * np.arange(int(np.ceil((max(centres) + width / 2 - low) / bar - 1e-9)) + 1)
+    found = {name: _histogram(groups[name], "similarity", "cosine") for name in (*BASELINES, *OURS) if name in groups}
+    found = {name: each for name, each in found.items() if len(each[0])}
+    width = next(iter(found.values()))[2]
+    lowest, largest = (end([end(centres) for centres, *_ in found.values()]) for end in (min, max))
+    bar = width * max(1, round((largest - lowest) / width / _BARS))  # a whole number of recorded bins: none is split
+    low = np.floor((lowest - width / 2) / bar + 1e-9) * bar
+    edges = low + bar * np.arange(int(np.ceil((largest + width / 2 - low) / bar - 1e-9)) + 1)
     highest = 0.0
-    for method, found in counts.items():
-        weights = np.array(list(found.values()), dtype=float)
-        share = 100 * np.histogram(list(found), edges, weights=weights)[0] / weights.sum()
+    for method, (centres, counts, _) in found.items():
+        share = 100 * np.histogram(centres, edges, weights=counts / counts.sum())[0]
         highest = max(highest, share.max())
         if method in (baseline, *OURS):
             axes.stairs(share, edges, color=look(method)["color"], fill=True, alpha=0.15)
             axes.stairs(share, edges, linewidth=1.5, label=groups[method][0].title, **look(method))
-            axes.axvline(float(np.average(list(found), weights=weights)), linewidth=1, **look(method))
+            axes.axvline(float(np.average(centres, weights=counts)), linewidth=1, **look(method))
     axes.set_xlim(edges[0], edges[-1])
     axes.xaxis.set_major_locator(MaxNLocator(_TICKS))
     axes.set_ylim(0, 1.05 * highest)
     return _legend(figure, axes)
+
+
+def _histogram(group: Sequence[Record], name: str, centres: str) -> tuple[np.ndarray, np.ndarray, float]:
+    """Centres, counts and width of the bins of several records, added up."""
+    found = [record.diagnostics[name] for record in group if record.diagnostics and record.diagnostics[name]]
+    every = [value for each in found for value in each[centres]]
+    kept, places = np.unique(every, return_inverse=True)
+    counts = np.bincount(places, [count for each in found for count in each["counts"]], len(kept))
+    return kept, counts, found[0]["bin_width"] if found else 1.0
 
 
 def mean_weights(records: Sequence[Record]) -> Figure:
@@ -294,18 +294,6 @@ def mean_weights(records: Sequence[Record]) -> Figure:
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return _legend(figure, axes)
-
-
-def _counts(group: Sequence[Record], name: str, centres: str) -> tuple[dict[float, int], float]:
-    """The histograms of several records added up, and the width of a bin."""
-    counts: dict[float, int] = {}
-    width = 1.0
-    for found in (record.diagnostics and record.diagnostics[name] for record in group):
-        if found:
-            width = found["bin_width"]
-            for centre, count in zip(found[centres], found["counts"], strict=True):
-                counts[centre] = counts.get(centre, 0) + count
-    return counts, width
 
 
 # -- pictures of several ---------------------------------------------------------------------------------------
@@ -381,29 +369,35 @@ def noise_budget(advice: Advice) -> Figure:
     """
     label, scale = _noise_scale(advice)
     figure, axes = _axes(label, "cumulative noise ÷ full-batch floor", size=(6.6, 4.4))
+    lines: dict[int, list[Setting]] = {}
+    for row in sorted(advice.table, key=lambda row: row.batch):
+        lines.setdefault(0 if advice.effort == "batch" else row.batch, []).append(row)
     with matplotlib.rc_context(STYLE):
-        lines = _noise_lines(axes, advice, scale)
-        told = f"within {advice.within:.0%} of the floor"
-        axes.axhspan(1, 1 + advice.within, color=GRID, alpha=0.6, linewidth=0, zorder=0, label=told)
-        for name, row, mark, size, ink in (
+        for place, (batch, rows) in enumerate(lines.items()):
+            axes.plot([scale(row) for row in rows], [row.over_floor for row in rows], "o-", markersize=4,
+                      color=matplotlib.colormaps["viridis"](0.9 * place / max(1, len(lines) - 1)),
+                      label=f"{batch:,}" if batch else "_")  # fmt: skip
+        named = len(axes.get_legend_handles_labels()[0])
+        axes.axhspan(1, 1 + advice.within, color=GRID, alpha=0.6, linewidth=0, zorder=0,
+                     label=f"within {advice.within:.0%} of the floor")  # fmt: skip
+        for name, one, mark, size, ink in (
             ("knee", advice.knee, "D", 110, SERIES[1]),
             ("advised", advice, "*", 240, WARN),
         ):
-            told = f"{name}: batch {row.batch:,}, {row.epochs:g} epochs"
-            axes.scatter([scale(row)], [row.over_floor], marker=mark, s=size, edgecolor=ink, linewidth=2, zorder=3,
-                         facecolor=ink if mark == "*" else "none", label=told)  # fmt: skip
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+            axes.scatter([scale(one)], [one.over_floor], marker=mark, s=size, edgecolor=ink, linewidth=2, zorder=3,
+                         facecolor=ink if mark == "*" else "none",
+                         label=f"{name}: batch {one.batch:,}, {one.epochs:g} epochs")  # fmt: skip
+        axes.set(xscale="log", yscale="log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=12))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.1, 1.5, 2.0, 3.0, 5.0)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_minor_formatter(NullFormatter())
         handles, labels = axes.get_legend_handles_labels()
-        axes.add_artist(axes.legend(handles[lines:], labels[lines:], loc="upper right"))
-        if lines:  # batch sizes, beside the picture
-            axes.legend(handles[:lines], labels[:lines], title="batch", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axes.add_artist(axes.legend(handles[named:], labels[named:], loc="upper right"))
+        if named:  # batch sizes, beside the picture
+            axes.legend(handles[:named], labels[:named], title="batch", loc="upper left", bbox_to_anchor=(1.0, 1.0))
         told = f"{advice.size:,} samples, ε = {advice.epsilon:g}, δ = {advice.delta:g}"
         axes.set_title(told, loc="left", fontsize=11)
     return figure
@@ -418,19 +412,3 @@ def _noise_scale(advice: Advice) -> tuple[str, Callable[[Setting], float]]:
     longest = max(row.seconds or 0.0 for row in advice.table)
     name, unit = ("hours", 3600) if longest > 7200 else ("minutes", 60) if longest > 120 else ("seconds", 1)
     return f"cost: {name}", lambda row: (row.seconds or 0.0) / unit
-
-
-def _noise_lines(axes: Axes, advice: Advice, scale: Callable[[Setting], float]) -> int:
-    """A line per batch size, from few epochs to many; or one line over the batch. Returns how many have a label."""
-    style: Any = {"marker": "o", "linestyle": "-", "markersize": 4}
-    if advice.effort == "batch":
-        rows = sorted(advice.table, key=lambda row: row.batch)
-        axes.plot([scale(row) for row in rows], [row.over_floor for row in rows], color=SERIES[3], **style)
-        return 0
-    batches = sorted({row.batch for row in advice.table})
-    for place, batch in enumerate(batches):
-        rows = [row for row in advice.table if row.batch == batch]
-        colour = matplotlib.colormaps["viridis"](0.9 * place / max(1, len(batches) - 1))
-        values = [scale(row) for row in rows], [row.over_floor for row in rows]
-        axes.plot(*values, color=colour, label=f"{batch:,}", **style)
-    return len(batches)

@@ -16,24 +16,17 @@ if TYPE_CHECKING:
 
 Book = Annotated[Path, typer.Argument(help="File of the ledger.", show_default=False)]
 
-ledger = typer.Typer(add_completion=False, rich_markup_mode=None)
-
-_MOMENTS = 40
-"""In a picture, at most: the price of all runs is computed at each."""
-
-
-@ledger.callback(invoke_without_command=True)
-def _ledger(context: typer.Context) -> None:
-    """Keep the privacy budget of a data set, over all runs on it.
+ledger = options.group("""Keep the privacy budget of a data set, over all runs on it.
 
     \b
     Example:
       dpscale ledger create patients.ledger --epsilon 3 --delta 1e-5
       dpscale train digits --ledger patients.ledger
       dpscale ledger show patients.ledger
-    """
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    """)
+
+_MOMENTS = 40
+"""In a picture, at most: the price of all runs is computed at each."""
 
 
 @ledger.command()

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -108,6 +107,18 @@ def _require_agreement(changes: Mapping[str, Any], rate: Any) -> None:
             raise ValueError(f"Beside {what}, {name} would do nothing. Leave out one of the two.")
 
 
+def group(text: str) -> typer.Typer:
+    """An empty group of commands, which shows its help when none is named."""
+    made = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+    def start(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+
+    made.callback(invoke_without_command=True, help=text)(start)
+    return made
+
+
 def show(as_json: bool, found: Any, *lines: str) -> None:
     """What came of a command: as JSON, or in these lines."""
     if as_json:
@@ -119,20 +130,9 @@ def show(as_json: bool, found: Any, *lines: str) -> None:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout; a number that JSON does not have (inf, NaN) becomes null."""
-    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    from pydantic_core import to_json
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def two_digits(value: float) -> float:
-    """Rounded to two significant digits: 0.012, 1.5, 48, 130."""
-    return float(f"{value:.2g}")
+    typer.echo(to_json(value, indent=2, inf_nan_mode="null"))
 
 
 def require_writable(folder: Path) -> None:

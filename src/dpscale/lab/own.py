@@ -111,22 +111,22 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
 
 
 def train(
-    data: str, target: str | None, model: str | None, test: str | None, out: Path, *, epsilon: float, delta: float,
-    epochs: float | None, batch: int | None, rate: float, seed: int | None, ledger: Path | None,
-    noise: Any = None, on_progress: Callable[[Progress], None] = lambda _: None,
+    out: Path, *, data: Path, epsilon: float, delta: float, rate: float, model: str | None = None,
+    target: str | None = None, test: str | None = None, epochs: float | None = None, batch: Any = "auto",
+    seed: int | None = None, ledger: Path | None = None, noise: Any = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train, and write model.pt, run.ckpt and run.json into ``out``; what run.json holds.
 
-    Epochs and batch that are None are as `advise` has them; ``rate`` is of SGD with a bound of 1; without a seed
+    Epochs and batch that are not given are as `advise` has them; ``rate`` is of SGD with a bound of 1; without a seed
     randomness is the operating system's. The accuracy on ``test`` is published exactly.
     """
-    dataset, classes = samples(data, target)
+    dataset, classes = samples(str(data), target)
     torch.manual_seed(0 if seed is None else seed)
     network = build(model, dataset, classes).to(device.name())
     private = make_private(
         network, torch.optim.SGD(network.parameters(), lr=rate), dataset, epsilon=epsilon, delta=delta, epochs=epochs,
-        batch="auto" if batch is None else batch, seed=seed, noise=noise,
-        ledger=None if ledger is None else Ledger(ledger),
+        batch=batch, seed=seed, noise=noise, ledger=None if ledger is None else Ledger(ledger),
     )  # fmt: skip
     tell = percents(private.plan, delta, on_progress)
     for each in private.batches():
@@ -136,7 +136,7 @@ def train(
     torch.save(network.state_dict(), out / "model.pt")
     private.save(out / "run.ckpt")
     written = {
-        "data": data, "target": target, "model": model, "epsilon": private.epsilon(), "delta": delta,
+        "data": str(data), "target": target, "model": model, "epsilon": private.epsilon(), "delta": delta,
         "steps": private.steps_taken, "classes": None if classes is None else list(classes),
         "test_accuracy": None if test is None else accuracy(network, samples(test, target, classes)[0]),
         "statement": private.statement(), "plan": private.plan.to_dict(),

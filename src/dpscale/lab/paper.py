@@ -1,7 +1,6 @@
 """The paper's own figures, and its experiments made anew from records."""
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,7 @@ from dpscale.checks import require
 from dpscale.lab import compare, presets, records, stats
 from dpscale.lab.compare import Event
 from dpscale.lab.datasets import DataError, stored
-from dpscale.lab.presets import Config, methods
+from dpscale.lab.presets import Config, Method
 from dpscale.lab.records import Record
 from dpscale.lab.stats import Row
 from dpscale.plan import Plan
@@ -36,6 +35,10 @@ SIZES = {name: int(row[0]) for name, row in _TABLE.items()}
 
 PRESETS = tuple(_TABLE)
 """The paper's five experiments, in its order."""
+
+
+Asked = tuple[Config, Sequence[Method], Sequence[int], Path]
+"""An experiment to run: its configuration, methods and seeds, and the folder of its records."""
 
 
 def usual_seeds(preset: str) -> range:
@@ -103,31 +106,31 @@ class Experiment:
 
 
 def experiments(
-    configs: Sequence[Config], names: str | None, out: Path, *, seeds: Sequence[int] = (), budget: float | None = None,
+    asked: Sequence[Asked], *, deadline: float | None = None,
     on_event: Callable[[str, Event], None] = lambda _, __: None, **how: Any,
 ) -> list[Experiment]:  # fmt: skip
-    """Run what has no record yet of each experiment, in turn, and return what there is.
-
-    Args:
-        names: of methods; None: all that say something.
-        out: each experiment has a folder of its own in it.
-        seeds: unless told 0 to 4, and 0 to 2 where a run takes minutes.
-        budget: seconds that nothing is begun to exceed. The same call goes on where it left off.
-        how: as `compare` takes it.
-    """
-    deadline = None if budget is None else time.monotonic() + budget
-    asked = [
-        (config, methods(names, config), seeds or usual_seeds(config.preset), out / config.preset) for config in configs
-    ]
+    """Run what has no record yet of each experiment, in turn, and return what there is, with what its folder has of the
+    same settings. The same call goes on where a ``deadline``, by `time.monotonic`, ended it; ``how`` is as `compare`
+    takes it."""
     for each in asked:
         _require_data(*each)
     done = []
-    for each in asked:
-        name = each[0].preset
-        found = compare.compare(*each, deadline=deadline, on_event=partial(on_event, name), **how)
-        rows = stats.summarize(found.records)
-        done.append(Experiment(preset=name, records=found.records, rows=rows, left=found.left))
+    for config, methods, seeds, out in asked:
+        told = partial(on_event, config.preset)
+        found = compare.compare(config, methods, seeds, out, deadline=deadline, on_event=told, **how)
+        nothing = Experiment(preset=config.preset, records=[], rows=[], left=found.left)
+        done.append(replace(_loaded(out, found.records), left=found.left) if found.records else nothing)
     return corrected(done)
+
+
+def left(asked: Sequence[Asked], repeats: int, at_once: int | None) -> list[dict[str, Any]]:
+    """How many runs each experiment has left, and about how many minutes they take."""
+    rows = []
+    for config, methods, seeds, out in asked:
+        found = compare.compare(config, methods, seeds, out, repeats=repeats, at_once=1, deadline=-math.inf)
+        about = stats.two_digits(compare.minutes(config, methods, found, at_once))
+        rows.append({"preset": config.preset, "runs": found.left, "minutes": about})
+    return rows
 
 
 def _require_data(config: Config, *asked: Any) -> None:

@@ -86,13 +86,13 @@ def details(one: Experiment) -> str:
     """All of the verdict but its first sentence."""
     if not one.rows:
         return ""
-    told = [stats.verdict(one.rows).replace(stats.headline(one.rows), "", 1)]
+    told = stats.details(one.rows)
     if one.repeat_noise:
         noise, times = one.repeat_noise
         told.append(f"One and the same run, made {times} times, differs by {100 * noise:.2f} points (repeat noise).")
     if not all(record.search for record in one.records):
         told.append("Rates were given, not searched.")
-    return " ".join(" ".join(told).split())
+    return " ".join(told)
 
 
 def settings(one: Experiment) -> str:

@@ -111,7 +111,7 @@ def _whole(name: str, train_size: int | None, encoder: str | None) -> Data:
     require(ok, "Config", "train_size", must, train_size, action)
     if encoder == scattering.SCATTERING:
         return scattering.scattered(data)
-    return data if encoder is None else features.features(data, encoder, normalize="l2")
+    return data if encoder is None else features.features(data, encoder)
 
 
 @cache

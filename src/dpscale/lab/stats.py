@@ -219,12 +219,38 @@ def repeat_noise(records: Sequence[Record], like: Sequence[Record]) -> tuple[flo
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Plain sentences: which private methods differ from the reference, how close the others are, what the noise of
-    one run is, and whether a search stopped at the end of its grid."""
-    told = [headline(rows)]
-    if not alike(rows):
-        searches = "; ".join(f"{row.title} had {row.searched or 'no search'}" for row in _searching(rows))
-        told.insert(0, f"NOT SEARCHED ALIKE, so that methods do not compare: {searches}.")
+    """Plain sentences: which private methods differ from the reference, how close the others are, and what to mind."""
+    return " ".join([headline(rows), *details(rows)])
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """The answer in one sentence, behind a warning if the methods were not searched alike."""
+    searches = "; ".join(f"{row.title} had {row.searched or 'no search'}" for row in _searching(rows))
+    unlike = "" if alike(rows) else f"NOT SEARCHED ALIKE, so that methods do not compare: {searches}. "
+    private = [row for row in rows if row.epsilon is not None]
+    if len(private) < 2:
+        return "There are not two private methods here to tell apart."
+    tested = [row for row in private if row.p_holm is not None]
+    if not tested:
+        return f"{unlike}With a single seed there is no interval, so nothing can be said about which method is better."
+    near, reference = [row for row in tested if not row.differs], tested[0].reference
+    told = [
+        f"{row.title} is {abs(100 * (row.difference or 0.0)):.{row.places}f} points "
+        f"{'above' if (row.difference or 0.0) > 0 else 'below'} {reference}"
+        for row in tested if row.differs
+    ]  # fmt: skip
+    if near:
+        who = near[0].title if len(near) == 1 else f"the {len(near)} other private methods"
+        it, most = "it lies" if len(near) == 1 else "all lie", max(near, key=lambda row: row.reach)
+        reach = f"{100 * most.reach:.{most.places}f}"
+        told.append(f"{who} cannot be told apart from {reference}: {it} within {reach} points of it")
+    text = "; ".join(told)
+    return f"{unlike}{text[0].upper()}{text[1:]}."
+
+
+def details(rows: Sequence[Row]) -> list[str]:
+    """What to mind: what privacy costs, the noise of one run, searches that stopped at the end of their grid."""
+    told = []
     private, plain = ([row for row in rows if (row.epsilon is not None) == kind] for kind in (True, False))
     if plain and private:
         best = max(private, key=lambda row: row.accuracy)
@@ -239,33 +265,14 @@ def verdict(rows: Sequence[Row]) -> str:
             names = there[0] if len(there) == 1 else f"{', '.join(there[:-1])} and {there[-1]}"
             verb = {1: "chose", 2: "both chose"}.get(len(there), "all chose")
             told.append(f"{names} {verb} the {end} rate that was tried: a {other} one might be better.")
-    return " ".join(told)
-
-
-def headline(rows: Sequence[Row]) -> str:
-    """The answer in one sentence."""
-    private = [row for row in rows if row.epsilon is not None]
-    if len(private) < 2:
-        return "There are not two private methods here to tell apart."
-    tested = [row for row in private if row.p_holm is not None]
-    if not tested:
-        return "With a single seed there is no interval, so nothing can be said about which method is better."
-    apart, near = [row for row in tested if row.differs], [row for row in tested if not row.differs]
-    reference = tested[0].reference
-    told = [
-        f"{row.title} is {abs(100 * (row.difference or 0.0)):.{row.places}f} points "
-        f"{'above' if (row.difference or 0.0) > 0 else 'below'} {reference}"
-        for row in apart
-    ]
-    if near:
-        who = near[0].title if len(near) == 1 else f"the {len(near)} other private methods"
-        it, most = "it lies" if len(near) == 1 else "all lie", max(near, key=lambda row: row.reach)
-        reach = f"{100 * most.reach:.{most.places}f}"
-        told.append(f"{who} cannot be told apart from {reference}: {it} within {reach} points of it")
-    text = "; ".join(told)
-    return f"{text[0].upper()}{text[1:]}."
+    return told
 
 
 def plural(count: int, what: str, many: str | None = None) -> str:
     """A number of things in words."""
     return f"{count} {what if count == 1 else many or what + 's'}"
+
+
+def two_digits(value: float) -> float:
+    """Rounded to two significant digits: 0.012, 1.5, 48, 130."""
+    return float(f"{value:.2g}")

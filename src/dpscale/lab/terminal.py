@@ -4,7 +4,7 @@ Where there is no terminal, plain lines take the place of bars.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -62,7 +62,13 @@ def _bar(title: str, quiet: bool, *columns: ProgressColumn) -> Iterator[Callable
     shown = (*ends, *columns[:1], state, *columns[1:], TimeRemainingColumn())
     with Progress(*shown, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None, state="calibrating")
-        yield lambda **changes: bar.update(task, refresh=True, **changes)
+
+        def update(**changes: Any) -> None:
+            if changes.get("description", title) != bar.tasks[0].description:  # the time left is that of this one
+                bar.reset(task)
+            bar.update(task, refresh=True, **changes)
+
+        yield update
 
 
 @contextmanager
@@ -115,15 +121,16 @@ def _loss(now: "runner.Progress") -> str:
 
 
 @contextmanager
-def comparison_bar(title: str, *, quiet: bool) -> "Iterator[Callable[[compare.Event], None]]":
-    """A bar over the runs of a comparison; without a terminal one plain line per run; silent if ``quiet``."""
+def runs_bar(*, quiet: bool) -> "Iterator[Callable[[str, compare.Event], None]]":
+    """A bar over the runs of one experiment after the other; without a terminal a plain line per run; silent if
+    ``quiet``."""
     from dpscale.engine.phases import listening
 
-    with _bar(title, quiet, MofNCompleteColumn(), _Speed("runs/min", 60)) as update:
+    with _bar("", quiet, MofNCompleteColumn(), _Speed("runs/min", 60)) as update:
 
-        def show(now: "compare.Event") -> None:
+        def show(name: str, now: "compare.Event") -> None:
             if update is not None:
-                update(completed=now.done, total=now.total, state=_result(now))
+                update(description=name, completed=now.done, total=now.total, state=_result(now))
             elif now.record is not None and not quiet:
                 line(f"[{now.done}/{now.total}] {_result(now)}")
 
@@ -137,21 +144,6 @@ def comparison_bar(title: str, *, quiet: bool) -> "Iterator[Callable[[compare.Ev
             yield show
 
 
-@contextmanager
-def experiments_bar(*, quiet: bool) -> "Iterator[Callable[[str, compare.Event], None]]":
-    """`comparison_bar` over several experiments, each named as its turn comes."""
-    with ExitStack() as stack:
-        bars: dict[str, Callable[[compare.Event], None]] = {}
-
-        def show(name: str, now: "compare.Event") -> None:
-            if name not in bars:
-                stack.close()
-                bars[name] = stack.enter_context(comparison_bar(name, quiet=quiet))
-            bars[name](now)
-
-        yield show
-
-
 def _result(now: "compare.Event") -> str:
     what = f"{now.job.method}: {'search' if now.job.role == 'search' else f'seed {now.job.seed}'}"
     if (record := now.record) is None:
@@ -162,6 +154,11 @@ def _result(now: "compare.Event") -> str:
 
 
 # -- tables ----------------------------------------------------------------------------------------------------
+
+
+def write(shown: Table) -> None:
+    """Print a table."""
+    Console(highlight=False).print(shown)
 
 
 def _table(title: str, *names: str) -> Table:

@@ -6,25 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from dpscale.lab.options import Device, Folder, Json, print_json, show
+from dpscale.lab.options import Device, Folder, Json, group, print_json, show
 
 Name = Annotated[
     str, typer.Argument(help="mnist, fashion-mnist, cifar10, celeba-male or imagenette.", show_default=False)
 ]
 
-data = typer.Typer(add_completion=False, rich_markup_mode=None)
-
-
-@data.callback(invoke_without_command=True)
-def _data(context: typer.Context) -> None:
-    """Get, import and verify the data sets of the experiments.
+data = group("""Get, import and verify the data sets of the experiments.
 
     \b
     Example:
       dpscale data get mnist
-    """
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+    """)
 
 
 @data.command(name="list")
@@ -218,7 +211,7 @@ def features(
     with progress(f"features {dataset}", quiet=as_json) as bar:
         images = data.load(dataset, folder, on_progress=bar)
         found = lab.extract(
-            images, chosen, folder=folder, checkpoint=checkpoint, device=place.name(), batch=batch, size=size,
+            images, encoder, folder=folder, checkpoint=checkpoint, device=place.name(), batch=batch, size=size,
             dtype=torch.float16 if half else torch.float32, on_progress=bar,
         )  # fmt: skip
     seconds = round(time.perf_counter() - start, 1)

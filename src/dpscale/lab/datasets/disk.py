@@ -5,7 +5,6 @@ import logging
 import os
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,20 +72,17 @@ def locked(folder: Path, name: str) -> Iterator[None]:
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """A temporary folder that takes the place of ``target`` if the block ends well, and else vanishes.
-
-    Call it under `locked`: what an earlier process left behind is removed first.
-    """
-    target = target.resolve()
-    for stale in target.parent.glob(f".{target.name}.*.tmp"):
-        shutil.rmtree(stale)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent) as around:
-        staging, replaced = Path(around, "new"), Path(around, "old")
-        staging.mkdir()
+    """A folder that takes the place of ``target`` if the block ends well, and else vanishes. Call it under `locked`."""
+    staging = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+    staging.mkdir()
+    try:
         yield staging
         if target.exists():
-            os.replace(target, replaced)
-        os.replace(staging, target)
+            shutil.rmtree(target)
+        staging.rename(target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def checksum(path: Path, kind: str) -> str:
