@@ -105,7 +105,7 @@ def _terms_of(
     settings = [{k: str(v) for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
     return {
         "plan": repr(plan), "parameters": Description.of(model), "optimizer": (type(optimizer).__name__, *settings),
-        "values": ranks.values((*model.parameters(), *model.buffers())), "ledger": booked, "noise": source,
+        "values": int(ranks.values((*model.parameters(), *model.buffers()))), "ledger": booked, "noise": source,
     }  # fmt: skip
 
 
