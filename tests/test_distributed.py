@@ -307,6 +307,10 @@ BOTH = {
     "drifting": "disagree in step() about 'values'.",
     "drifting between": "disagree in step() about 'values'.",
     "freezing": "disagree in step() about 'parameters': ('0.bias', (6,), 'torch.float32', True) and ('0.bias'",
+    "modes": "disagree in step() about 'modes': ('the model', 'train') and ('the model', 'eval'). Call model.train()",
+    "drifting frozen": "disagree in step() about 'values'.",
+    "state": "disagree in load_state_dict() about 'state'. Load the same one on every rank",
+    "load cut short": "disagree in step() about 'key'. Start all ranks again",
     "call": "about 'call': step and batches. Run the same script on every rank",
     "fsdp1": "The model is in FullyShardedDataParallel. FSDP1 is not known here. Use torch.distributed.fsdp.",
     "tensor parallel": "Parameter '0.weight' is distributed over DeviceMesh((2,)",
@@ -326,7 +330,17 @@ def test_what_ranks_do_not_share_is_refused_on_all_of_them(name, two):
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("drifting", 4), ("drifting between", 6), ("freezing", 2), ("sharded drifting", 4)]
+    ("name", "steps"),
+    [
+        ("drifting", 4),
+        ("drifting between", 6),
+        ("freezing", 2),
+        ("sharded drifting", 4),
+        ("modes", 2),
+        ("drifting frozen", 4),
+        ("state", 0),
+        ("load cut short", 1),
+    ],
 )
 def test_nothing_is_released_after_ranks_part(name, steps, two):
     """A weight that differs is seen at steps 2, 4, 8, … wherever it is, and in its turn between these."""

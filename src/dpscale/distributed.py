@@ -13,7 +13,7 @@ import gc
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -61,7 +61,10 @@ _ADVICE = {
     "call": "Run the same script on every rank, without calls that only some of them make: save() too, which writes on "
     "the first rank alone.",
     "draw": "Take and release batches in the same order on every rank.",
+    "modes": "Call model.train() on every rank, also where one of them has evaluated the model alone.",
     "steps taken": "Load the same state on every rank.",
+    "state": "Load the same one on every rank: of the same run, saved at the same step.",
+    "key": "Start all ranks again, from what was saved last: they draw from keys of their own since a load failed.",
     "noise": "Draw it from the same source on every rank.",
     "ledger": "Pass the ledger, and the name of the run, on every rank: the first one books for all.",
 }
@@ -356,14 +359,14 @@ class Ranks:
 
     # -- What ranks must agree on --------------------------------------------------------------------------------------
 
-    def values(self, tensors: Sequence[Tensor], step: int = 0) -> "Digest":
+    def values(self, tensors: Iterable[Tensor], step: int = 0) -> "Digest":
         """What tells the values of tensors apart, to the bit: of all of them at steps 0, 1, 2, 4, …, of some numbers of
-        one in turn at others. Shards are no two ranks' own."""
+        a trained one in turn at others. Shards are no two ranks' own."""
         if self.size == 1:
             return Digest([])
         shared = [t for t in tensors if not is_sharded(self.stored(t))]
-        if step & (step - 1) and shared:
-            shared = [shared[step % len(shared)].flatten()[:GLANCED_AT]]
+        if step & (step - 1) and (trained := [t for t in shared if t.requires_grad]):
+            shared = [trained[step % len(trained)].flatten()[:GLANCED_AT]]
         return Digest(shared)
 
     @contextmanager
@@ -483,6 +486,12 @@ class Description(tuple[Any, ...]):
         return self._text
 
 
+def model_terms(model: nn.Module) -> dict[str, Any]:
+    """What a model consists of, and in which mode its modules are."""
+    modes = tuple((n or "the model", "train" if each.training else "eval") for n, each in model.named_modules())
+    return {"parameters": Description.of(model), "modes": modes}
+
+
 def data_terms(dataset: Dataset[Any]) -> tuple[Any, ...]:
     """What tells a data set from another, or from itself in another order: its size, and some samples by their places.
 
@@ -492,13 +501,13 @@ def data_terms(dataset: Dataset[Any]) -> tuple[Any, ...]:
     size: int = len(dataset)  # type: ignore[arg-type]
     places = np.unique(np.linspace(0, size - 1, FETCHED, dtype=np.int64)).tolist() if size else []
     with own_randomness(0):
-        one = [_told(dataset[k]) for k in places]
+        one = [leaves_told(dataset[k]) for k in places]
     with own_randomness(0):
-        other = [_told(dataset[k]) for k in places]
+        other = [leaves_told(dataset[k]) for k in places]
     number = int.from_bytes(hashlib.blake2b(repr(one).encode(), digest_size=8).digest())
     return size, number if one == other else None
 
 
-def _told(sample: Any) -> Any:
-    """A number, or the text, of each thing in a sample."""
-    return tuple(int(Digest([t])) if isinstance(t, Tensor) else repr(t) for t in tree_leaves(sample))
+def leaves_told(value: Any) -> tuple[Any, ...]:
+    """A number, or the text, of each thing in a nested value."""
+    return tuple(int(Digest([t])) if isinstance(t, Tensor) else repr(t) for t in tree_leaves(value))
