@@ -738,7 +738,7 @@ def test_files_that_are_no_ledgers_of_this_release_are_refused(tmp_path):
     [
         ("UPDATE runs SET id = id + 8", "is damaged, or no ledger .steps of a run that is not there"),
         ("UPDATE runs SET name = CAST(x'ff' AS TEXT)", "is damaged, or no ledger .Could not decode"),
-        ("UPDATE sqlite_master SET name = CAST(x'ff' AS TEXT), sql = 'none'", "is damaged, or no ledger .'utf-8' codec"),
+        ("UPDATE sqlite_master SET name = CAST(x'ff' AS TEXT), sql = 'no'", "is damaged, or no ledger .'utf-8' codec"),
     ],
 )
 def test_flipped_bits_that_the_database_does_not_see_are_said(change, told, tmp_path):

@@ -32,7 +32,8 @@ def write(path: Path, value: Any) -> None:
         with locked(path.parent):
             clear(path)
             with replacing(path, mode=0o600, durable=True) as temporary:
-                safetensors.torch.save_file(tensors, temporary, {"format": FORMAT, "values": plain, "sum": checksum(plain)})
+                header = {"format": FORMAT, "values": plain, "sum": checksum(plain)}
+                safetensors.torch.save_file(tensors, temporary, header)
     except (OSError, safetensors.SafetensorError) as error:
         kept = "The one that was there before is unchanged." if path.exists() else "No file was left behind."
         raise OSError(f"The checkpoint {path} could not be written: {error}. {kept}") from error
