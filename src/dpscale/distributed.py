@@ -473,12 +473,7 @@ class Digest:
 
 
 class Description(tuple[Any, ...]):
-    """What parameters a model has: names, shapes, types, and whether they are trained. Put into words once."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "Description":
-        """Of a model."""
-        return cls((n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters())
+    """Of each part of a model what ranks compare. Put into words once."""
 
     def __repr__(self) -> str:
         if not hasattr(self, "_text"):
@@ -487,9 +482,10 @@ class Description(tuple[Any, ...]):
 
 
 def model_terms(model: nn.Module) -> dict[str, Any]:
-    """What a model consists of, and in which mode its modules are."""
-    modes = tuple((n or "the model", "train" if each.training else "eval") for n, each in model.named_modules())
-    return {"parameters": Description.of(model), "modes": modes}
+    """What a model's parameters are, whether they are trained, and in which mode its modules are."""
+    held = Description((n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters())
+    modes = Description((n or "the model", "train" if m.training else "eval") for n, m in model.named_modules())
+    return {"parameters": held, "modes": modes}
 
 
 def data_terms(dataset: Dataset[Any]) -> tuple[Any, ...]:
