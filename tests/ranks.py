@@ -115,8 +115,8 @@ def partly():
 
 EMA = dpscale.PerSampleEMA(gamma=0.3)
 PLAIN = {
-    "long": Case(steps=20),
-    "long-ddp": Case(steps=20, wrapper="ddp", how="backward"),
+    "long": Case(steps=50),
+    "long-ddp": Case(steps=50, wrapper="ddp", how="backward"),
     "psasc-inner-outer": Case(
         scaling=dpscale.PSASC(C=0.5, s=0.5, r=0.01), momentum=dpscale.InnerOuter(K0=2, gamma0=0.5, gamma1=0.2)
     ),
@@ -225,7 +225,7 @@ def train(case):
     kept = {type(v).__name__ for each in optimizer.state.values() for v in each.values() if v is not None and v.ndim}
     return {
         "drawn": drawn, "parameters": parameters, "outputs": outputs, "steps": private.steps_taken, "shards": shards,
-        "state": kept, "epsilon": private.epsilon(1e-3) if case.steps == 20 and case.noise else None,
+        "state": kept, "epsilon": private.epsilon(1e-3) if case.steps == 50 and case.noise else None,
     }  # fmt: skip
 
 
