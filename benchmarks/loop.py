@@ -5,6 +5,7 @@
     python benchmarks/loop.py --device cuda --precision tf32,bf16 --warm 8 --json loop.json
     python benchmarks/loop.py --device cuda --models gpt2 --cold            # first steps, empty and warm cache
     python benchmarks/loop.py --run 2000                                    # whole runs, compiling included
+    python benchmarks/loop.py --ranks 2                                     # two processes, beside plain DDP: ranks.py
 
 A step is what users write: draw, index or load, forward, backward, scaling, noise, update. dpscale, Opacus and vmap
 take Poisson draws; the plain loop takes random batches of the expected size, with CUDA graphs on CUDA. So all figures
@@ -16,6 +17,8 @@ which dpscale looked at the model (its 64th sum). vmap(grad) goes in micro-batch
 
 import argparse
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -430,6 +433,15 @@ def runs(args: argparse.Namespace, items: list[str]) -> None:
             table.add(row | {"run_seconds": median, "ratio": ratio, "quartiles": quartiles})
 
 
+def on_ranks(count: int, given: list[str]) -> int:
+    """The table of ranks.py, started on so many processes with the other options that were given."""
+    found = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count),
+         str(Path(__file__).with_name("ranks.py")), *given], check=False,
+    )  # fmt: skip
+    return found.returncode
+
+
 def arguments() -> argparse.Namespace:
     parser = harness.arguments(__doc__, rounds=7)
     parser.add_argument("--models", help=f"of {', '.join(TASKS)}, or all (small ones on the CPU unless told)")
@@ -443,6 +455,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cold", action="store_true", help="time first steps, with an empty and with a warm cache")
     parser.add_argument("--run", type=int, metavar="N", help="time whole runs of so many steps, compiling included")
     parser.add_argument("--cached", action="store_true", help="with --run: where the same was compiled before")
+    parser.add_argument("--ranks", type=int, metavar="W", help="processes, beside plain DDP (with options of ranks.py)")
     parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     usual = CPU if args.device == "cpu" else CUDA
@@ -459,6 +472,10 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    several = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    several.add_argument("--ranks", type=int)
+    if (known := several.parse_known_args())[0].ranks:
+        sys.exit(on_ranks(known[0].ranks, known[1]))
     args = arguments()
     if args.items:
         harness.serve(args, lambda item: measure(item, args))

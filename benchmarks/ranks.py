@@ -1,18 +1,20 @@
 """The loop on several ranks beside plain DistributedDataParallel at the same global batch.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/ranks.py
-    torchrun --standalone --nproc-per-node 8 benchmarks/ranks.py --device cuda --models 4-conv-cnn --batch 4096
-    torchrun --standalone --nproc-per-node 1 benchmarks/ranks.py --device cuda    # what a group of one costs
+    python benchmarks/loop.py --ranks 2
+    python benchmarks/loop.py --ranks 8 --device cuda --models 4-conv-cnn --batch 4096
+    python benchmarks/loop.py --ranks 1 --device cuda    # what a group of one costs
 
-Contenders take turns, as in loop.py: a ratio is the median over rounds of the time relative to plain DDP in the same
-round, on rank 0. The plain loop takes random batches of the expected size, and the same share of it on every rank. On
-one rank all are relative to the same compiled steps of a process without a group.
+Each starts this script by torchrun. Contenders take turns, each round in the other direction: a ratio is the median
+over rounds of the time relative to plain DDP in the same round, on rank 0. The plain loop takes random batches of the
+expected size, and the same share of it on every rank. On one rank all are relative to the same compiled steps of a
+process without a group.
 """
 
 import argparse
 import os
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, distributed, nn
@@ -22,7 +24,8 @@ from torch.utils.data import TensorDataset
 
 import dpscale
 from contenders import sgd
-from harness import Step, median_ratio, seconds
+from harness import Row, Step, Table, arguments, median_ratio, seconds
+from loop import COLUMNS
 from models import TASKS, Task
 
 SAMPLES = 4096
@@ -68,41 +71,51 @@ CONTENDERS: dict[str, Callable[..., Step]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--models", default="digits-cnn,4-conv-cnn")
-    parser.add_argument("--batch", type=int, default=256, help="over all ranks")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=1, help="of a turn (%(default)s)")
-    args = parser.parse_args()
+def measure(name: str, args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of one model."""
     alone = os.environ["WORLD_SIZE"] == "1"
     contenders = {**({"step compiled": ours(lambda model: model, compile=True)} if alone else {}), **CONTENDERS}
     device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else args.device
-    torch.set_num_threads(1)
-    for name in args.models.split(","):
-        task = TASKS[name]
+    task = TASKS[name]
+    torch.manual_seed(0)
+    data = TensorDataset(*replace(task, batch=SAMPLES).data(device))
+    task = replace(task, batch=args.batch)
+    steps = []
+    for k, make in enumerate(contenders.values()):
+        if k == alone:  # the step of a process alone was made before there was a group
+            distributed.init_process_group()
         torch.manual_seed(0)
-        data = TensorDataset(*Task(task.make, task.shape, SAMPLES, task.classes, task.tokens).data(device))
-        task = Task(task.make, task.shape, args.batch, task.classes, task.tokens)
-        steps = []
-        for k, make in enumerate(contenders.values()):
-            if k == alone:  # the step of a process alone was made before there was a group
-                distributed.init_process_group()
-            torch.manual_seed(0)
-            steps.append(make(task, task.make().to(device), data))
-        for step in steps * (100 if args.device == "cuda" else 3):  # until every size was met
-            step()
-        # Not `turns`, where every rank would choose for itself how many rounds to take.
-        turns = [lambda step=step: [step() for _ in range(args.steps)] for step in steps]
-        rounds = [[seconds(turn, args.device) / args.steps for turn in turns] for _ in range(args.rounds)]
-        times = list(zip(*rounds, strict=True))
-        if distributed.get_rank() == 0:
-            for contender, own in zip(contenders, times, strict=True):
-                ratio, low, high = median_ratio(own, times[0])
-                milliseconds = 1e3 * statistics.median(own)
-                print(f"{name:12} {contender:20} {milliseconds:8.1f} ms  {ratio:.2f}x ({low:.2f} to {high:.2f})")
-        distributed.destroy_process_group()
+        steps.append(make(task, task.make().to(device), data))
+    for step in steps * (100 if args.device == "cuda" else 3):  # until every size was met
+        step()
+    # Not `turns`, where every rank would choose for itself how many rounds to take.
+    times: list[list[float]] = [[] for _ in steps]
+    for number in range(args.rounds):
+        for k in sorted(range(len(steps)), reverse=number % 2 == 1):
+            times[k].append(seconds(steps[k], args.device, args.steps))
+    for contender, own in zip(contenders, times, strict=True):
+        ratio, *quartiles = median_ratio(own, times[0])
+        yield {"item": f"{name}/fp32", "contender": contender, "batch": args.batch, "ratio": ratio,
+               "quartiles": quartiles, "milliseconds": 1e3 * statistics.median(own),
+               "microseconds_per_sample": 1e6 * statistics.median(own) / args.batch}  # fmt: skip
+    distributed.destroy_process_group()
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=15)
+    parser.add_argument("--models", default="digits-cnn,4-conv-cnn")
+    parser.add_argument("--batch", type=int, default=256, help="over all ranks")
+    parser.add_argument("--steps", type=int, default=10, help="of a turn (%(default)s)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    first = os.environ["RANK"] == "0"
+    names = ("model", "loop", "B", "ms/step", "us/sample", "ratio", "quartiles")
+    columns = {**COLUMNS, "loop": (18, COLUMNS["loop"][1])}
+    table = Table(args, {name: columns[name] for name in names}, 3) if first else None
+    for name in args.models.split(","):
+        for row in measure(name, args):
+            if table is not None:
+                table.add(row)
 
 
 if __name__ == "__main__":

@@ -115,8 +115,8 @@ def partly():
 
 EMA = dpscale.PerSampleEMA(gamma=0.3)
 PLAIN = {
-    "long": Case(steps=20),
-    "long-ddp": Case(steps=20, wrapper="ddp", how="backward"),
+    "long": Case(steps=50),
+    "long-ddp": Case(steps=50, wrapper="ddp", how="backward"),
     "psasc-inner-outer": Case(
         scaling=dpscale.PSASC(C=0.5, s=0.5, r=0.01), momentum=dpscale.InnerOuter(K0=2, gamma0=0.5, gamma1=0.2)
     ),
@@ -225,7 +225,7 @@ def train(case):
     kept = {type(v).__name__ for each in optimizer.state.values() for v in each.values() if v is not None and v.ndim}
     return {
         "drawn": drawn, "parameters": parameters, "outputs": outputs, "steps": private.steps_taken, "shards": shards,
-        "state": kept, "epsilon": private.epsilon(1e-3) if case.steps == 20 and case.noise else None,
+        "state": kept, "epsilon": private.epsilon(1e-3) if case.steps == 50 and case.noise else None,
     }  # fmt: skip
 
 
@@ -360,6 +360,56 @@ def drifting_between(rank):
 def freezing(rank):
     run = private()
     stepping(run, change=lambda: run.model[0].bias.requires_grad_(rank == 0))
+
+
+def other_modes(rank):
+    """One rank has evaluated the model alone, and left it so."""
+    run = private()
+    stepping(run, change=lambda: run.model.train(rank == 0))
+
+
+def drifting_frozen(rank):
+    model = mlp()
+    model[0].requires_grad_(False)
+    run = private(model, optimizer=torch.optim.SGD(model[2:].parameters(), lr=0.05))
+
+    def drift():
+        with torch.no_grad():
+            model[0].bias += 1e-6 * rank
+
+    stepping(run, at=4, change=drift)
+
+
+def other_state(rank):
+    """Each rank has that of a run of its own. Their epochs have other orders: a sample would be on both ranks."""
+    own = [distributed.new_group([r]) for r in range(2)][rank]
+    changes = {"sampling": dpscale.Shuffled(size=SIZE, batch=9)}
+    model, plan = mlp(), replace(Case(), steps=7, **changes).plan()
+    alone = dpscale.privatize(model, torch.optim.SGD(model.parameters(), lr=0.0), plan, group=own)
+    alone.step(next(batches := alone.batches(data())), loss_fn)
+    assert len(batches) == 6
+    run = private(steps=7, **changes)
+    try:
+        run.load_state_dict(alone.state_dict())
+    except RuntimeError as error:
+        error.args = (f"{error} [after {run.steps_taken} steps]",)
+        raise
+
+
+def load_cut_short(rank):
+    """On one rank, when its key is another already: going on, the ranks would have other draws and other noise."""
+    changes = {"lr": 0.0, "noise": False}
+    for batch in (batches := (run := private(**changes)).batches(data())):
+        run.step(batch, loss_fn)
+        break
+    run.save(FOLDER[0] / "cut")
+    run = private(**changes)
+    if rank == 1:
+        run.model.register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError, RuntimeError):
+        run.load(FOLDER[0] / "cut")
+    assert run.steps_taken == 1 and len(batches) == 7
+    stepping(run)
 
 
 def other_call(rank, model=None):
@@ -737,6 +787,10 @@ FAULTS = {
     "drifting": drifting,
     "drifting between": drifting_between,
     "freezing": freezing,
+    "modes": other_modes,
+    "drifting frozen": drifting_frozen,
+    "state": other_state,
+    "load cut short": load_cut_short,
     "call": other_call,
     "fsdp1": fsdp1,
     "tensor parallel": tensor_parallel,

@@ -10,9 +10,10 @@ from functools import cache
 import pytest
 import torch
 from filelock import FileLock
+from torch.distributed.fsdp import fully_shard
 
 import dpscale
-from dpscale.distributed import digest
+from dpscale.distributed import Digest
 from dpscale.sharding import buckets
 
 from . import ranks
@@ -137,14 +138,35 @@ def test_compiled_steps_on_two_ranks(name, launched, alone):
     same(alone(name), read(folder, [name], 2)[name], COMPILED[name].steps)
 
 
-@pytest.mark.parametrize("name", ["long-ddp", "adam", "fsdp-long", "fsdp-shuffled"])
-def test_a_group_of_one_rank_is_one_process(name, tmp_path, alone):
-    one = alone(name)
+@pytest.fixture
+def group_of_one(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        same(one, [ranks.train(CASES[name])], CASES[name].steps)
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["long-ddp", "adam", "fsdp-long", "fsdp-shuffled"])
+def test_a_group_of_one_rank_is_one_process(name, alone, group_of_one, monkeypatch):
+    """It has nobody to disagree with: nothing is exchanged, nothing reduced."""
+    for module in (torch.distributed, dpscale.distributed, dpscale.sharding):
+        for talk in ("all_reduce", "all_gather", "reduce_scatter", "all_gather_object", "broadcast",
+                     "broadcast_object_list", "barrier", "new_group"):  # fmt: skip
+            monkeypatch.setattr(module, talk, lambda *_, **__: pytest.fail("one rank talks"), raising=False)
+    same(alone(name), [ranks.train(CASES[name])], CASES[name].steps)
+
+
+def test_an_error_in_a_group_of_one_is_itself(group_of_one):
+    with pytest.raises(KeyError, match=r"^\"'a broken record' \[after 2 steps\]\"$"):
+        ranks.raising(1)
+
+
+def test_a_run_does_not_keep_the_group_of_all_processes(group_of_one):
+    """It would outlive destroy_process_group(), and abort the process at its end."""
+    models = [ranks.mlp(), fully_shard(ranks.mlp())]
+    held = sys.getrefcount(torch.distributed.group.WORLD)
+    runs = [ranks.private(model) for model in models]
+    now = sys.getrefcount(torch.distributed.group.WORLD)
+    assert now == held and len(runs) == 2
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -285,6 +307,10 @@ BOTH = {
     "drifting": "disagree in step() about 'values'.",
     "drifting between": "disagree in step() about 'values'.",
     "freezing": "disagree in step() about 'parameters': ('0.bias', (6,), 'torch.float32', True) and ('0.bias'",
+    "modes": "disagree in step() about 'modes': ('the model', 'train') and ('the model', 'eval'). Call model.train()",
+    "drifting frozen": "disagree in step() about 'values'.",
+    "state": "disagree in load_state_dict() about 'state'. Load the same one on every rank",
+    "load cut short": "disagree in step() about 'key'. Start all ranks again",
     "call": "about 'call': step and batches. Run the same script on every rank",
     "fsdp1": "The model is in FullyShardedDataParallel. FSDP1 is not known here. Use torch.distributed.fsdp.",
     "tensor parallel": "Parameter '0.weight' is distributed over DeviceMesh((2,)",
@@ -304,7 +330,17 @@ def test_what_ranks_do_not_share_is_refused_on_all_of_them(name, two):
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("drifting", 4), ("drifting between", 6), ("freezing", 2), ("sharded drifting", 4)]
+    ("name", "steps"),
+    [
+        ("drifting", 4),
+        ("drifting between", 6),
+        ("freezing", 2),
+        ("sharded drifting", 4),
+        ("modes", 2),
+        ("drifting frozen", 4),
+        ("state", 0),
+        ("load cut short", 1),
+    ],
 )
 def test_nothing_is_released_after_ranks_part(name, steps, two):
     """A weight that differs is seen at steps 2, 4, 8, … wherever it is, and in its turn between these."""
@@ -391,16 +427,16 @@ def test_buckets_hold_every_tensor_once_and_in_order(size):
 def test_a_digest_tells_every_bit(which, dtype):
     """The sign alone, the last bit alone, or the places of two numbers."""
     tensors = [torch.arange(1, 7).remainder(2).to(dtype) for _ in range(3)]
-    expected = digest(tensors)
-    assert digest([t.clone() for t in tensors]) == expected
+    expected = int(Digest(tensors))
+    assert int(Digest([t.clone() for t in tensors])) == expected
     bits = torch.view_as_real(tensors[which]) if dtype.is_complex else tensors[which]
     words = bits.view(-1).view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[bits.element_size()])
     for change in (torch.iinfo(words.dtype).min, 1) if dtype != torch.bool else (1,):
         words[2] ^= change
-        assert digest(tensors) != expected
+        assert int(Digest(tensors)) != expected
         words[2] ^= change
     words[:2] = words[:2].flip(0).clone()
-    assert digest(tensors) != expected
+    assert int(Digest(tensors)) != expected
 
 
 def test_what_a_reduction_was_tried_for_is_charged(monkeypatch):

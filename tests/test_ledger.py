@@ -733,6 +733,27 @@ def test_files_that_are_no_ledgers_of_this_release_are_refused(tmp_path):
         make(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("UPDATE runs SET id = id + 8", "is damaged, or no ledger .steps of a run that is not there"),
+        ("UPDATE runs SET name = CAST(x'ff' AS TEXT)", "is damaged, or no ledger .Could not decode"),
+        ("UPDATE sqlite_master SET name = CAST(x'ff' AS TEXT), sql = 'no'", "is damaged, or no ledger .'utf-8' codec"),
+    ],
+)
+def test_flipped_bits_that_the_database_does_not_see_are_said(change, told, tmp_path):
+    books = make(tmp_path)
+    part = open_run(books, "first", plan())
+    part.reserve(1)
+    part.close()
+    with contextlib.closing(sqlite3.connect(books.path)) as db:
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute(change)
+        db.commit()
+    with pytest.raises(LedgerError, match=told):
+        make(tmp_path).runs()
+
+
 def test_a_total_stays_as_it_was(tmp_path):
     path = tmp_path / "patients.ledger"
     with pytest.raises(ValueError, match=r"'epsilon' parameter of Ledger must be given: there is no ledger"):

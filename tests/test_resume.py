@@ -416,7 +416,14 @@ def no_map(values):
     values.clear()
 
 
-@pytest.mark.parametrize("change", [without_an_entry, without_a_tensor, no_map])
+def other_lr(values):
+    """Nothing else would tell."""
+    text = json.dumps(values)
+    assert text.count('["lr", 0.1]') == 1
+    values["map"] = json.loads(text.replace('["lr", 0.1]', '["lr", 0.9]'))["map"]
+
+
+@pytest.mark.parametrize("change", [without_an_entry, without_a_tensor, no_map, other_lr])
 def test_a_checkpoint_that_was_edited_is_refused(change, tmp_path):
     run = private()
     some_steps(run, 2)
@@ -427,6 +434,8 @@ def test_a_checkpoint_that_was_edited_is_refused(change, tmp_path):
     values = json.loads(header["__metadata__"]["values"])
     change(values)
     header["__metadata__"]["values"] = json.dumps(values)
+    if change is not other_lr:
+        header["__metadata__"]["sum"] = checkpoint.checksum(json.dumps(values))
     edited = json.dumps(header).encode()
     (tmp_path / "run").write_bytes(struct.pack("<Q", len(edited)) + edited + content[8 + length :])
     again = private()

@@ -3,6 +3,7 @@
 The file is one of safetensors. The values lie in its header as JSON; where a value is a tensor, the JSON has its name.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -31,7 +32,8 @@ def write(path: Path, value: Any) -> None:
         with locked(path.parent):
             clear(path)
             with replacing(path, mode=0o600, durable=True) as temporary:
-                safetensors.torch.save_file(tensors, temporary, {"format": FORMAT, "values": plain})
+                header = {"format": FORMAT, "values": plain, "sum": checksum(plain)}
+                safetensors.torch.save_file(tensors, temporary, header)
     except (OSError, safetensors.SafetensorError) as error:
         kept = "The one that was there before is unchanged." if path.exists() else "No file was left behind."
         raise OSError(f"The checkpoint {path} could not be written: {error}. {kept}") from error
@@ -52,9 +54,16 @@ def read(path: Path) -> Any:
         told = "no checkpoint of a private run" if found is None else f"of the format {found!r}"
         raise ValueError(f"{path} is {told}. This release reads {FORMAT!r}. Nothing was changed.")
     try:
+        if checksum(header["values"]) != header["sum"]:
+            raise ValueError("its values are others than were written")
         return _nested(json.loads(header["values"]), tensors)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged, or no checkpoint: {error!r}.") from error
+
+
+def checksum(text: str) -> str:
+    """What tells that a text is not as it was written. It stops no one who means to change it."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _plain(value: Any, tensors: dict[str, Tensor], path: str) -> Any:

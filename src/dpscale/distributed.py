@@ -13,7 +13,7 @@ import gc
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -61,7 +61,10 @@ _ADVICE = {
     "call": "Run the same script on every rank, without calls that only some of them make: save() too, which writes on "
     "the first rank alone.",
     "draw": "Take and release batches in the same order on every rank.",
+    "modes": "Call model.train() on every rank, also where one of them has evaluated the model alone.",
     "steps taken": "Load the same state on every rank.",
+    "state": "Load the same one on every rank: of the same run, saved at the same step.",
+    "key": "Start all ranks again, from what was saved last: they draw from keys of their own since a load failed.",
     "noise": "Draw it from the same source on every rank.",
     "ledger": "Pass the ledger, and the name of the run, on every rank: the first one books for all.",
 }
@@ -99,16 +102,17 @@ class Ranks:
             action = "Call torch.distributed.init_process_group() first, or leave it out."
             require(group is None, "privatize", "group", "None where there are no processes", group, action)
             return
-        self._group = group if group is not None else distributed.group.WORLD
-        self.rank, self.size = distributed.get_rank(self._group), distributed.get_world_size(self._group)
+        self._group = group  # not that of all processes itself: what outlives it may abort the process at its end
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         if self.rank < 0:
             raise ValueError("This process is not in the group of privatize(). Call it on the ranks of the group only.")
         if any(map(is_sharded, model.parameters())):
-            self._shards = Shards(model, self._group)
+            self._shards = Shards(model, group)
         _bypass(model, self)
         if self.size == 1:
             return
-        self.timeout = _timeout(self._group, next((p.device for p in model.parameters()), torch.device("cpu")))
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.timeout = _timeout(group or distributed.group.WORLD, device)
         members = None if group is None else distributed.get_process_group_ranks(group)
         self._control = distributed.new_group(  # of a part of the ranks, only these make it
             members, timeout=self.timeout, backend="gloo", use_local_synchronization=group is not None
@@ -355,15 +359,15 @@ class Ranks:
 
     # -- What ranks must agree on --------------------------------------------------------------------------------------
 
-    def values(self, tensors: Sequence[Tensor], step: int = 0) -> int | None:
-        """A number that tells the values of tensors apart, to the bit: of all of them at steps 0, 1, 2, 4, …, of some
-        numbers of one in turn at others. Shards are no two ranks' own."""
+    def values(self, tensors: Iterable[Tensor], step: int = 0) -> "Digest":
+        """What tells the values of tensors apart, to the bit: of all of them at steps 0, 1, 2, 4, …, of some numbers of
+        a trained one in turn at others. Shards are no two ranks' own."""
         if self.size == 1:
-            return None
+            return Digest([])
         shared = [t for t in tensors if not is_sharded(self.stored(t))]
-        if step & (step - 1) and shared:
-            shared = [shared[step % len(shared)].flatten()[:GLANCED_AT]]
-        return digest(shared)
+        if step & (step - 1) and (trained := [t for t in shared if t.requires_grad]):
+            shared = [trained[step % len(trained)].flatten()[:GLANCED_AT]]
+        return Digest(shared)
 
     @contextmanager
     def on_public_data(self) -> Iterator[None]:
@@ -443,33 +447,45 @@ def _first_difference(a: Any, b: Any) -> tuple[Any, Any]:
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest(tensors: Iterable[Tensor]) -> int:
-    """A number that tells values apart to the bit. Computed where they are, in whole numbers: in no order."""
-    sums: dict[torch.device, Tensor] = {}
-    with torch.no_grad():
-        for k, t in enumerate(tensors):
-            flat = torch.view_as_real(t) if t.is_complex() else t
-            words = flat.detach().reshape(-1).view(_WORDS[flat.element_size()])
-            for start in range(0, len(words), 1 << 24):
-                part = words[start : start + (1 << 24)].to(torch.int64)
-                places = torch.arange(start, start + len(part), device=t.device)
-                mixed = ((part + 0x9E3779B9) * (2 * (places + 0x85EBCA6B * k) + 1)).sum()  # odd: no bit is lost
-                sums[t.device] = sums.get(t.device, torch.zeros_like(mixed)) * 31 + mixed
-    return hash(tuple(int(each) for each in sums.values()))
+class Digest:
+    """A number that tells the values of tensors apart, to the bit. Computed where they are, in whole numbers: in no
+    order. Whoever asks for it waits for that alone, not for what the device was given to do since."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        sums: dict[torch.device, Tensor] = {}
+        with torch.no_grad():
+            for k, t in enumerate(tensors):
+                flat = torch.view_as_real(t) if t.is_complex() else t
+                words = flat.detach().reshape(-1).view(_WORDS[flat.element_size()])
+                for start in range(0, len(words), 1 << 24):
+                    part = words[start : start + (1 << 24)].to(torch.int64, copy=True)
+                    first = 2 * (start + 0x85EBCA6B * k) + 1  # odd, as all that follow: no bit is lost
+                    factors = torch.arange(first, first + 2 * len(part), 2, device=t.device)
+                    mixed = part.add_(0x9E3779B9).mul_(factors).sum()
+                    sums[t.device] = sums.get(t.device, torch.zeros_like(mixed)) * 31 + mixed
+        self._sums = [each.to("cpu", non_blocking=True) for each in sums.values()]
+        self._copied = [torch.cuda.current_stream(d).record_event() for d in sums if d.type == "cuda"]
+
+    def __int__(self) -> int:
+        for copied in self._copied:
+            copied.synchronize()
+        return hash(tuple(int(each) for each in self._sums))
 
 
 class Description(tuple[Any, ...]):
-    """What parameters a model has: names, shapes, types, and whether they are trained. Put into words once."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "Description":
-        """Of a model."""
-        return cls((n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters())
+    """Of each part of a model what ranks compare. Put into words once."""
 
     def __repr__(self) -> str:
         if not hasattr(self, "_text"):
             self._text = super().__repr__()
         return self._text
+
+
+def model_terms(model: nn.Module) -> dict[str, Any]:
+    """What a model's parameters are, whether they are trained, and in which mode its modules are."""
+    held = Description((n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters())
+    modes = Description((n or "the model", "train" if m.training else "eval") for n, m in model.named_modules())
+    return {"parameters": held, "modes": modes}
 
 
 def data_terms(dataset: Dataset[Any]) -> tuple[Any, ...]:
@@ -481,13 +497,13 @@ def data_terms(dataset: Dataset[Any]) -> tuple[Any, ...]:
     size: int = len(dataset)  # type: ignore[arg-type]
     places = np.unique(np.linspace(0, size - 1, FETCHED, dtype=np.int64)).tolist() if size else []
     with own_randomness(0):
-        one = [_told(dataset[k]) for k in places]
+        one = [leaves_told(dataset[k]) for k in places]
     with own_randomness(0):
-        other = [_told(dataset[k]) for k in places]
+        other = [leaves_told(dataset[k]) for k in places]
     number = int.from_bytes(hashlib.blake2b(repr(one).encode(), digest_size=8).digest())
     return size, number if one == other else None
 
 
-def _told(sample: Any) -> Any:
-    """A number, or the text, of each thing in a sample."""
-    return tuple(digest([t]) if isinstance(t, Tensor) else repr(t) for t in tree_leaves(sample))
+def leaves_told(value: Any) -> tuple[Any, ...]:
+    """A number, or the text, of each thing in a nested value."""
+    return tuple(int(Digest([t])) if isinstance(t, Tensor) else repr(t) for t in tree_leaves(value))

@@ -333,6 +333,8 @@ class Ledger:
         with self.reading() as db:
             if (told := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
                 raise _damaged(self.path, told)
+            if db.execute("PRAGMA foreign_key_check").fetchone():
+                raise _damaged(self.path, "steps of a run that is not there")
             mark, version = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
             return mark, version, db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
 
@@ -446,6 +448,8 @@ def _translated(path: Path) -> Iterator[None]:
     """Errors of the database in words: what is the matter, and that nothing was released."""
     try:
         yield
+    except UnicodeDecodeError as error:
+        raise _damaged(path, str(error)) from error
     except sqlite3.Error as error:
         told = str(error)
         if not path.exists() and path.parent.exists():
@@ -458,7 +462,7 @@ def _translated(path: Path) -> Iterator[None]:
             )
         elif "locked" in told or "busy" in told:
             why = f"The ledger {path} was locked by other processes for {_PATIENCE:g} s. Try again."
-        elif isinstance(error, sqlite3.OperationalError) and "no such" not in told:
+        elif isinstance(error, sqlite3.OperationalError) and "no such" not in told and "decode" not in told:
             why = f"The ledger {path} could not be used: {told}."
         else:
             raise _damaged(path, told) from error

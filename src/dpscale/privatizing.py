@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dpscale.booking import open_run
 from dpscale.checks import plain_number, require, require_count
-from dpscale.distributed import Description, Ranks, unwrapped
+from dpscale.distributed import Ranks, model_terms, unwrapped
 from dpscale.engine import require_finite
 from dpscale.engine.compile.worth import Worth
 from dpscale.guard import wrapped
@@ -104,8 +104,8 @@ def _terms_of(
     """What every rank must say alike before a run begins."""
     settings = [{k: str(v) for k, v in each.items() if k != "params"} for each in optimizer.param_groups]
     return {
-        "plan": repr(plan), "parameters": Description.of(model), "optimizer": (type(optimizer).__name__, *settings),
-        "values": ranks.values((*model.parameters(), *model.buffers())), "ledger": booked, "noise": source,
+        "plan": repr(plan), **model_terms(model), "optimizer": (type(optimizer).__name__, *settings),
+        "values": int(ranks.values((*model.parameters(), *model.buffers()))), "ledger": booked, "noise": source,
     }  # fmt: skip
 
 

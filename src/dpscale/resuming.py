@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpscale import checkpoint
-from dpscale.distributed import Ranks
+from dpscale.distributed import Ranks, leaves_told
 from dpscale.engine.compat import tree_map
 from dpscale.engine.recorder import Recorder
 from dpscale.noise import Key
@@ -45,8 +45,9 @@ class Saver:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from such a state."""
-        with self.ranks.together("load_state_dict", lambda: {"steps taken": self.state.steps_taken}):
+        with self.ranks.together("load_state_dict", lambda: {"state": leaves_told(saved)}):
             self._check(saved, "The state")
+        with self.ranks.together("load_state_dict", dict):
             self._resume(saved)
         self.adopt()
 
@@ -66,7 +67,7 @@ class Saver:
 
     def load(self, path: Path) -> Any:
         """Go on from such a file, or change nothing; what it has as ``extra``."""
-        with self.ranks.together("load", lambda: {"steps taken": self.state.steps_taken}):
+        with self.ranks.together("load", lambda: {"state": leaves_told(found)}):
             found = checkpoint.read(path)
             if not isinstance(found, dict) or found.keys() != _SAVED:
                 raise ValueError(f"{path} is damaged, or no checkpoint of a private run. Nothing was changed.")
@@ -77,6 +78,7 @@ class Saver:
                     f"The checkpoint {path} does not fit this run: its optimizer is {found['optimizer_type']}, and "
                     f"this one is {kind}. Nothing was changed."
                 )
+        with self.ranks.together("load", dict):
             before = self.optimizer.state_dict()
             self.optimizer.load_state_dict(self._divided(found["optimizer"]))  # refuses other groups of parameters
             try:

@@ -146,8 +146,10 @@ class Shards:
     def _gather(self, shards: Sequence[Any]) -> None:
         sizes = [self._room(p) for p in shards]
         own = torch.cat([_padded(p.to_local().reshape(-1), size) for p, size in zip(shards, sizes, strict=True)])
-        all_RN = own.new_empty(self._ranks, len(own))
-        all_gather(all_RN.view(-1), own, group=self._group)
+        all_RN = own.view(1, -1)
+        if self._ranks > 1:
+            all_RN = own.new_empty(self._ranks, len(own))
+            all_gather(all_RN.view(-1), own, group=self._group)
         for p, part in zip(shards, all_RN.split(sizes, 1), strict=True):
             values = part.reshape(-1)[: p.numel()].view(p.shape)
             if id(p) not in self._whole:
@@ -169,8 +171,10 @@ class Shards:
                 for n, size in zip(names, sizes, strict=True)
             ]
             all_RN = torch.cat(parts, 1)
-            mine = all_RN.new_empty(all_RN.shape[1])
-            reduce_scatter(mine, all_RN.view(-1), group=self._group)
+            mine = all_RN[0]
+            if self._ranks > 1:
+                mine = torch.empty_like(mine)
+                reduce_scatter(mine, all_RN.view(-1), group=self._group)
             for n, part in zip(names, mine.split(sizes), strict=True):
                 shape = shards[n].to_local().shape
                 own[n] = part[: shape.numel()].view(shape)

@@ -17,7 +17,7 @@ from dpscale.batches import Batch, Batches, Padding, device_of, part_of, rows_of
 from dpscale.card import Booked, Card, history, randomness
 from dpscale.card import make as make_card
 from dpscale.checks import complaint, plain_number, require, require_count
-from dpscale.distributed import Description, Ranks
+from dpscale.distributed import Digest, Ranks, model_terms
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
 from dpscale.engine.arguments import check_loss_fn, plain_tensors, tensors_in
 from dpscale.engine.compat import foreach_add_, foreach_div_
@@ -91,7 +91,7 @@ class Private:
         self._feed = Feed(self._state, ranks, self._engine.recorder)
         self._micro_batch = micro_batch
         self._structure: Structure | None = None
-        self._description = Description()
+        self._described: dict[str, Any] = {}
         this = ref(self)
         ranks.record_when(lambda: (run := this()) is not None and run.waiting, bool(compile))
         self._parameters()
@@ -315,11 +315,12 @@ class Private:
         """Sum over the draw of a batch, and release it."""
         check_loss_fn(call, loss_fn)
         with self._ranks.whole(call):
-            with self._ranks.together(call, lambda: self._terms(draw)):
+            with self._ranks.together(call, lambda: self._terms(draw, values)):
                 if call != "step":
                     self._check_applied(call)
                 data = batch.data if isinstance(batch, Batch) else batch
                 parameters = self._parameters()
+                values = self._ranks.values(self.model.parameters(), self.steps_taken)
                 draw = self._claim_draw(batch, rows_of(data), parameters)
                 momentum = self._momentum_state(parameters, len(draw.mask))
                 batch = batch if isinstance(batch, Batch) else Batch(data, draw)
@@ -353,9 +354,10 @@ class Private:
     def _backward(self, losses: Tensor, batch: Batch | None, part: slice | None) -> StepReport:
         """Sum what a draw still lacks, and release it."""
         with self._ranks.whole("backward"):
-            with self._ranks.together("backward", lambda: self._terms(draw)):
+            with self._ranks.together("backward", lambda: self._terms(draw, values)):
                 self._check_backward()
                 parameters = self._parameters()
+                values = self._ranks.values(self.model.parameters(), self.steps_taken)
                 draw = self._claim_draw(batch, None, parameters)
                 momentum = self._momentum_state(parameters, len(draw.mask))
                 out = self._with_parts(draw, self._recorded(losses, draw, part, parameters))
@@ -521,12 +523,12 @@ class Private:
             parts.append(out)
         return joined(parts)
 
-    def _terms(self, draw: Draw) -> dict[str, Any]:
-        """What every rank must say alike before a draw is released."""
-        taken, found = self.steps_taken, self._structure
-        assert found is not None
-        values = self._ranks.values(tuple(found.trainable.values()), taken)
-        return {"draw": draw.number, "steps taken": taken, "parameters": self._description, "values": values}
+    def _terms(self, draw: Draw, values: Digest) -> dict[str, Any]:
+        """What every rank must say alike before a draw is released; ``values`` of the parameters, begun before the sum,
+        so that on a GPU ranks exchange it while the sum is still being computed."""
+        key = self._state.noise.key.derive("agreed")
+        told = {"draw": draw.number, "steps taken": self.steps_taken, "key": key, "values": int(values)}
+        return {**self._described, **told}
 
     def _book(self, draw: Draw, out: ScaledSum) -> StepReport:
         """In the ledger, on disk, before the draw is released. Where no sample has a gradient, the parameters may be
@@ -576,7 +578,7 @@ class Private:
             trainable(found)  # refuses a model that has none
             check_optimizer(self.model, self.optimizer, self._ranks.stored)
             self._guard.watch(map(self._ranks.stored, found.trainable.values()))
-            self._structure, self._description = found, Description.of(self.model)
+            self._structure, self._described = found, model_terms(self.model)
         return dict(found.trainable)
 
     def _check_applied(self, call: str) -> None:
