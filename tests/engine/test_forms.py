@@ -178,6 +178,27 @@ def test_images_of_one_size_join_without_gradients():
     assert isinstance(total([one, Patches(randn(2, 1, 3, 7), randn(2, 1, 4, 6), *rest)]), Dense)
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no CPU library for it here")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("space", [(17,), (9, 12), (5, 6, 7)])
+def test_samples_that_stand_beside_groups_keep_their_own_gradients(monkeypatch, space, images, groups):
+    """A few samples at a time, and one that is not finite among them."""
+    monkeypatch.setattr(convolution, "CACHED", 0)
+    monkeypatch.setattr(convolution, "LEAST", 2)
+    dims = len(space)
+    rest = (torch.Size((6, 4 // groups, *[3] * dims)), (2,) * dims, (1,) * dims, (1,) * dims, groups)
+    form = Patches(randn(5, images, 4, *space), randn(5, images, 6, *((n - 1) // 2 + 1 for n in space)), *rest)
+    exact = form.per_sample()
+    settled = form.settle()
+    assert isinstance(settled, Dense)
+    torch.testing.assert_close(settled.per_sample(), exact)
+    form.g[2] = torch.inf
+    others = [0, 1, 3, 4]
+    torch.testing.assert_close(form.settle().per_sample()[others], exact[others])
+    assert not form.settle().norm2()[2].isfinite()
+
+
 class Largest(TorchDispatchMode):
     """The size of the largest tensor that was made."""
 

@@ -18,7 +18,7 @@ from dpscale.engine.verify.glance import Glance
 from dpscale.engine.verify.look import Look
 from dpscale.engine.verify.rows import FeatureTable, features
 from dpscale.engine.verify.runs import Subject
-from dpscale.engine.verify.state import Surroundings
+from dpscale.engine.verify.state import Surroundings, _digest
 from tests.seeding import seeded
 
 RULE = dpscale.Clip(C=1.0)
@@ -561,6 +561,17 @@ def test_state_that_rows_feed_is_refused_and_put_back(feed, first):
     else:
         refused_at_third(model, LONGER, match, loss)
     assert not hasattr(model, "seen") and ARRAY[0] == LAST == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("place", [0, 778, -9, -1])
+def test_a_large_tensor_is_told_by_each_of_its_entries(dtype, offset, place):
+    large = torch.randn((1 << 21) + 4).mul(10).to(dtype)[offset:]
+    before = _digest(large)
+    assert torch.equal(before, _digest(large))
+    large[place] = large[place] == 0  # another value, whatever it was
+    assert not torch.equal(before, _digest(large))
 
 
 def test_a_parameter_that_new_rows_change_is_refused():

@@ -36,7 +36,7 @@ from dpscale.engine.rules.forms import (
     slack,
     wide,
 )
-from dpscale.engine.rules.linear import CHUNK, Outer
+from dpscale.engine.rules.linear import CHUNK, PASS, Outer
 
 SMALL = 1 << 23
 """Per-sample gradients of no more numbers than this are always worth holding."""
@@ -47,6 +47,10 @@ FEW = 8
 TOUCH = 50
 """Multiplications by a kernel in the time in which a number is read from the cache; to write one takes four times as
 long."""
+
+CACHED, LEAST = 1 << 19, 8
+"""Of samples that stand beside groups: how many numbers a CPU should have at hand at once (memory that is fetched from
+the system for every step costs more than what is computed in it), and how many samples at least."""
 
 NARROW = 64
 """Few inputs per patch: the channels alone would leave a kernel's tiles half empty."""
@@ -83,16 +87,20 @@ class Patches(Form):
 
     @property
     def _costs(self) -> tuple[float, float, float]:
-        """Multiplications per sample: the gradients, the norm by patches, that by pixels; copies count eightfold."""
+        """Multiplications per sample: to keep the gradients, beyond those of the weighted sum that this saves; the norm
+        by patches; that by pixels. Copies count eightfold, or as they were measured where samples are groups."""
         positions = self.x.shape[1] * math.prod(self.g.shape[3:])
         inputs, outputs = math.prod(self.weight_shape[1:]), self.weight_shape[0] // self.groups
-        gradients = positions * inputs * outputs * self.groups
-        patches = min(gradients, positions**2 * (inputs + outputs) * self.groups) + 8 * self._patch_numbers
+        copied = (TOUCH if self._grouped else 8) * self._patch_numbers
+        kept = PASS * math.prod(self.weight_shape) if self._grouped else copied
+        product = positions * inputs * outputs * self.groups
+        patches = min(product, positions**2 * (inputs + outputs) * self.groups) + copied
         pixels = math.inf
         if self.groups == self.x.shape[1] == 1 and len(self.stride) == 2:
             area, kernel = math.prod(self.x.shape[3:]), math.prod(self.weight_shape[2:])
             pixels = area**2 * self.x.shape[2] + positions**2 * (outputs + 4 * kernel)
-        return gradients + 8 * self._patch_numbers, patches, pixels
+            pixels = self._pixel_cost if self._grouped else pixels
+        return kept, patches, pixels
 
     @property
     def _fast(self) -> bool:
@@ -100,6 +108,15 @@ class Patches(Form):
         whole = self.x.shape[1] == self.groups == 1 and len(self.stride) <= 2
         long = math.prod(self.g.shape[3:]) >= kernels.SHORT
         return type(self) is Patches and whole and long and kernels.available(self.x, self.g)
+
+    @property
+    def _grouped(self) -> bool:
+        """Whether the CPU has convolutions of many groups that are worth it, and they take the operands as they are."""
+        sizes = zip(self.x.shape[3:], self.padding, self.dilation, self.weight_shape[2:], self.stride, strict=True)
+        positions = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes]
+        single = {wide(t[:0]).dtype for t in (self.x, self.g)} == {torch.float32}
+        takes = single and self.x.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        return takes and not self._fast and positions == list(self.g.shape[3:])
 
     @property
     def _unfolds(self) -> bool:
@@ -124,12 +141,14 @@ class Patches(Form):
     @property
     def _small_maps(self) -> bool:
         """Whether, where kernels could take the products, inner products of pixels are less work than these."""
-        if len(self.stride) != 2:
-            return False
-        inputs, outputs, taps = math.prod(self.weight_shape[1:]), self.weight_shape[0], math.prod(self.weight_shape[2:])
+        return len(self.stride) == 2 and self._pixel_cost <= math.prod(self.g.shape[3:]) * math.prod(self.weight_shape)
+
+    @property
+    def _pixel_cost(self) -> int:
+        """Multiplications per sample by inner products of pixels, numbers that are read and written counted in."""
+        outputs, taps = self.weight_shape[0], math.prod(self.weight_shape[2:])
         area, positions = self._padded_area, math.prod(self.g.shape[3:])
-        pixels = area**2 * (self.x.shape[2] + 4 * TOUCH) + positions**2 * (outputs + TOUCH * taps)
-        return pixels <= positions * inputs * outputs
+        return area**2 * (self.x.shape[2] + 4 * TOUCH) + positions**2 * (outputs + TOUCH * taps)
 
     @property
     def _padded_area(self) -> int:
@@ -152,6 +171,9 @@ class Patches(Form):
     def settle(self) -> Form:
         """The gradients themselves where they are cheap and no larger than what is held: the sum is then free."""
         images = self.x.shape[1]
+        kept, patches, pixels = self._costs
+        if self._grouped:
+            return self._by_groups() if self._worth_holding and kept <= min(patches, pixels) else self
         if 1 < images <= FEW and (added := self._image_by_image(images)) is not None:
             return added
         if self._fast:
@@ -163,9 +185,7 @@ class Patches(Form):
             products = kernels.keep(x, g, window).unflatten(1, self.weight_shape[2:])
             dims = len(self.stride)
             return Dense(products, (dims, dims + 1, *range(dims)))
-        gradients, patches, pixels = self._costs
-        product = gradients - 8 * self._patch_numbers  # an ordinary weight gradient, which keeping the gradients saves
-        if not self._worth_holding or gradients > min(patches, pixels) + product:
+        if not self._worth_holding or kept > min(patches, pixels):
             return self
         plane = len(self.stride) == 2 and self.groups == self.x.shape[1] == self.dilation[0] == self.dilation[1] == 1
         wide_rows = self.weight_shape[1] * self.weight_shape[-1] >= 48  # below, the products are too small to pay
@@ -199,34 +219,34 @@ class Patches(Form):
             return Dense(made.grad_B.unflatten(2, inner))
         return Dense(made.grad_B.unflatten(1, inner), (len(inner), *range(len(inner))))
 
+    def _by_groups(self) -> Dense:
+        """The gradients as ordinary weight gradients, whose groups are the samples."""
+        x, g = wide(self.x).contiguous(), wide(self.g).contiguous()
+        setting = self.weight_shape, self.stride, self.padding, self.dilation, self.groups
+        return Dense(torch.ops.dpscale.weight_gradients(x, g, *setting))
+
     def _by_kernel_rows(self) -> Form:
         """The gradients in 2d, a kernel row at a time: only columns are unfolded, so a kernel-height-th is copied.
 
         Input rows of one residue modulo the stride lie together in the copy, so that the rows which kernel row i meets
-        are one block. On CUDA channels come last, as its convolutions have them: (B, stride, height/stride, L2, kernel
-        width, C), elsewhere first: (B, stride, C, kernel width, height/stride, L2).
+        are one block. Channels come last, as CUDA's convolutions have them: (B, stride, height/stride, L2, kernel
+        width, C).
         """
         (down, across), (_, channels, height, width) = self.stride, self.weight_shape
         uneven = -(self.x.shape[3] + 2 * self.padding[0]) % down
         step = max(1, CHUNK // 2 // (channels * width * self.x.shape[3] * self.g.shape[4]))
-        last = self.x.is_cuda
         rows: list[list[Tensor]] = [[] for _ in range(height)]
         for chunk in chunks(len(self.x), step):
             x = wide(self.x[chunk]).squeeze(1)
             x = F.pad(x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0] + uneven))
             x = x.unflatten(2, (-1, down)).unfold(4, width, across)  # (B, C, height/stride, stride, L2, kernel width)
-            x = x.permute(0, 3, 2, 4, 5, 1).contiguous() if last else x.permute(0, 3, 1, 5, 2, 4).contiguous()
+            x = x.permute(0, 3, 2, 4, 5, 1).contiguous()
             g = wide(self.g[chunk]).squeeze(1).flatten(2)
-            g = g if last else g.mT.contiguous()
             for i in range(height):
                 met = slice(i // down, i // down + self.g.shape[3])
-                if last:
-                    made = torch.bmm(g, x[:, i % down, met].flatten(1, 2).flatten(2)).unflatten(2, (width, -1))
-                else:
-                    made = torch.bmm(x[:, i % down, :, :, met].flatten(1, 2).flatten(2), g).unflatten(1, (-1, width))
-                rows[i].append(made)
-        order = (0, 2, 1) if last else (2, 0, 1)
-        return Stack(tuple(Dense(torch.cat(parts), order) for parts in rows), 2)
+                made = torch.bmm(g, x[:, i % down, met].flatten(1, 2).flatten(2))
+                rows[i].append(made.unflatten(2, (width, -1)))
+        return Stack(tuple(Dense(torch.cat(parts), (0, 2, 1)) for parts in rows), 2)
 
     def norm2(self) -> Tensor:
         """By pixels on small maps; else, per group, by the outer products over patches, in chunks of samples."""
@@ -279,18 +299,14 @@ class Patches(Form):
         if self._fast:
             x, g, window = self._channels_last()
             return kernels.weigh(x, g, weights_B, window).permute(1, 2, 0).reshape(self.weight_shape)
-        return self._weight_gradient(self.x, self.g, weights_B)
+        x, g = self._weigh(weights_B)
+        return _weight_gradient(x, g, self.weight_shape, self.stride, self.padding, self.dilation, self.groups)
 
-    def _weight_gradient(
-        self, x: Tensor, g: Tensor, weights_B: Tensor, transposed: bool = False, output_padding: tuple[int, ...] = ()
-    ) -> Tensor:
-        """torch's own gradient of the weight, from its input and output gradient; the smaller one takes the weights."""
-        x, g = (scaled(x, weights_B), wide(g)) if x.numel() < g.numel() else (wide(x), scaled(g, weights_B))
-        grad: Tensor = torch.ops.aten.convolution_backward(
-            g.flatten(0, 1), x.flatten(0, 1), g.new_empty(self.weight_shape), None, self.stride, self.padding,
-            self.dilation, transposed, output_padding or [0] * len(self.stride), self.groups, [False, True, False],
-        )[1]  # fmt: skip
-        return grad
+    def _weigh(self, weights_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Both operands, all images in one dimension; the smaller one takes the weights."""
+        x, g, less = self.x, self.g, self.x.numel() < self.g.numel()
+        x, g = (scaled(x, weights_B), wide(g)) if less else (wide(x), scaled(g, weights_B))
+        return x.flatten(0, 1), g.flatten(0, 1)
 
     def per_sample(self) -> Tensor:
         """(B, O, C/groups, *kernel)."""
@@ -338,7 +354,47 @@ class TransposedPatches(Patches):
 
     def weighted(self, weights_B: Tensor) -> Tensor:
         """One ordinary weight gradient of the transposed convolution."""
-        return self._weight_gradient(self.g, self.x, weights_B, True, self.output_padding)
+        x, g = self._weigh(weights_B)
+        setting = self.weight_shape, self.stride, self.padding, self.dilation, self.groups
+        return _weight_gradient(g, x, *setting, self.output_padding)
+
+
+def _weight_gradient(
+    x: Tensor, g: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    groups: int, output_padding: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """torch's own gradient of a weight, from its input and output gradient.
+
+    Args:
+        output_padding: of a transposed convolution.
+    """
+    grad: Tensor = torch.ops.aten.convolution_backward(
+        g, x, g.new_empty(shape), None, stride, padding, dilation, output_padding is not None,
+        output_padding or [0] * len(stride), groups, [False, True, False],
+    )[1]  # fmt: skip
+    return grad
+
+
+# An operation of our own: the compiler would lay out the many groups of one image with their channels last.
+@torch.library.custom_op("dpscale::weight_gradients", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
+def _weight_gradients(
+    x: Tensor, g: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    groups: int,
+) -> Tensor:  # fmt: skip
+    """Each sample's gradient of a weight, (B, *shape), from (B, K, channels, *space): samples stand beside groups."""
+    out, (outputs, *inner) = x.new_empty(len(x), *shape), shape
+    for chunk in chunks(len(x), max(LEAST, CACHED // math.prod(shape))):
+        samples = len(out[chunk])
+        images, given = (t[chunk].transpose(0, 1).flatten(1, 2) for t in (x, g))  # (K, samples·channels, *space)
+        many = samples * outputs, *inner
+        made = _weight_gradient(images, given, many, stride, padding, dilation, samples * groups)
+        out[chunk] = made.unflatten(0, (samples, outputs))
+    return out
+
+
+@_weight_gradients.register_fake
+def _(x: Tensor, g: Tensor, shape: Sequence[int], *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], *shape)
 
 
 class Convolution(Rule):

@@ -25,7 +25,7 @@ from torch import Tensor
 from dpscale.engine.compat import example_size, storage
 
 PACK = 1 << 14
-"""Gradients of no more numbers than this per sample are put side by side with others."""
+"""Gradients of no more numbers than this per sample are put side by side with others; on the CPU, of no more in all."""
 
 Change = Callable[[Tensor], Tensor]
 """A change of a batched operand (its leading dimension is B): see `widen` and `drop`."""
@@ -137,7 +137,8 @@ class Dense(Form):
     @property
     def small(self) -> bool:
         """Whether it costs more to start work on it than to do it."""
-        return self.order is None and self.grad_B[:1].numel() <= PACK
+        samples = example_size(len(self.grad_B)) if self.grad_B.device.type == "cpu" else 1
+        return self.order is None and samples * self.grad_B[:1].numel() <= PACK
 
     def _flat(self) -> Tensor:
         return wide(self.grad_B).unsqueeze(-1).flatten(1)  # a single number has no dimension of its own

@@ -62,7 +62,7 @@ def _columns(t_BN: Tensor) -> Iterator[Tensor]:
     # Sums of signs, whose whole numbers float32 holds, are ten times as fast as counts of what is true.
     exact = torch.float32 if t_BN.shape[1] < 1 << 24 else torch.float64
     signs = torch.sign(t_BN)
-    balance, nonzero = signs.sum(1, dtype=exact), signs.abs().sum(1, dtype=exact)
+    balance, nonzero = signs.sum(1, dtype=exact), signs.abs_().sum(1, dtype=exact)
     yield nonzero.double()
     yield (nonzero - balance).double() / 2
     yield least.double()

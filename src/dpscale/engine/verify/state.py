@@ -391,11 +391,14 @@ def _digest(t: Tensor) -> Any:
     if not _has_values(t):
         sparse = t.layout in _SPARSE and not t.is_meta and t.numel() <= _NUMBERS
         return t.detach().to_dense() if sparse else t.shape
-    flat = t.detach()
-    if flat.numel() <= _NUMBERS:
-        return flat.clone()
-    some = flat.reshape(-1)[:: -(-flat.numel() // _NUMBERS)].clone()
-    return torch.cat([some.double(), flat.sum(dtype=torch.float64).view(1)]) if not flat.is_complex() else some
+    if t.numel() <= _NUMBERS:
+        return t.detach().clone()
+    flat = t.detach().resolve_conj().resolve_neg().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)  # whose sum needs no conversion: 30 times as fast
+    parts = flat[:: -(-flat.numel() // _NUMBERS)], flat[-8:], words.sum().view(1)
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
 
 
 def _digest_of_array(array: NDArray[Any]) -> Any:
