@@ -1,7 +1,5 @@
 """What is said when a batch does not fit into memory, or is on another device than the model."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -24,25 +22,16 @@ class TooLarge(MemoryError):
 MICRO_BATCH = "Call privatize(..., micro_batch={}) and private.step(batch, loss_fn)"
 
 
-@contextmanager
-def memory_advice(rows: int, action: str = MICRO_BATCH) -> Iterator[None]:
-    """Say what to do when a micro-batch does not fit."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
+def explain_memory(error: RuntimeError, rows: int, action: str = MICRO_BATCH) -> None:
+    """Say what to do, if the error is that a micro-batch does not fit."""
+    if out_of_memory(error):
         raise TooLarge(rows, action) from error
 
 
-@contextmanager
-def device_advice(data: Any, model: nn.Module) -> Iterator[None]:
-    """Say what to do when batch and model are on different devices: ``loss_fn`` may move them, so it is tried."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "same device" not in str(error):
-            raise
+def explain_devices(error: RuntimeError, data: Any, model: nn.Module) -> None:
+    """Say what to do, if the error is that batch and model are on different devices: ``loss_fn`` may move them, so it
+    is tried."""
+    if "same device" in str(error):
         model_on = next((p.device for p in model.parameters()), "cpu")
         raise ValueError(
             f"Tensors are on different devices: the batch on {device_of(data)}, the model on {model_on}. Nothing was "

@@ -27,7 +27,7 @@ from dpscale.engine.result import joined, nothing
 from dpscale.feeding import Feed
 from dpscale.guard import Guard
 from dpscale.ledger import BudgetExhausted
-from dpscale.memory import MICRO_BATCH, TooLarge, device_advice, memory_advice
+from dpscale.memory import MICRO_BATCH, TooLarge, explain_devices, explain_memory
 from dpscale.momentum import MomentumState
 from dpscale.noise import Key
 from dpscale.packing import Padded, holds, over_packed
@@ -329,8 +329,12 @@ class Private:
                 if draw.shares is not None:
                     self._engine.recorder.require_order(tensors_in(data))
                     batch, loss_fn = by_person(batch, loss_fn)
-                with self._engine.timed(), device_advice(batch.data, self.model):
-                    out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
+                try:
+                    with self._engine.timed():
+                        out = self._summed(batch, loss_fn, parameters, momentum)  # Σ w(‖g‖)·g
+                except RuntimeError as error:
+                    explain_devices(error, batch.data, self.model)
+                    raise
                 report = self._book(draw, out)
             self._release(draw, out, parameters, momentum)
         return report
@@ -442,9 +446,12 @@ class Private:
             return nothing(parameters, losses.device, self.plan.bound)
         if draw.shares is not None:
             losses = mean_of(losses, torch.from_numpy(draw.shares[part or slice(None)]).to(losses.device))
-        with memory_advice(count, f"{MICRO_BATCH}, or private.backward on each of private.parts(batch, {{}})"):
-            mask = torch.ones(count, dtype=torch.bool, device=losses.device)
+        mask = torch.ones(count, dtype=torch.bool, device=losses.device)
+        try:
             return self._engine.recorder.scaled_sum(losses, self.plan.scaling, mask)
+        except RuntimeError as error:
+            explain_memory(error, count, f"{MICRO_BATCH}, or private.backward on each of private.parts(batch, {{}})")
+            raise
 
     def _claim_draw(self, batch: Any, rows: int | None, parameters: Parameters) -> Draw:
         """The draw that is about to be released, after every check that could refuse it. Nothing is changed."""
@@ -513,15 +520,18 @@ class Private:
                     found=found.pop() if found else None, meanwhile=self._state.ahead,
                 )  # fmt: skip
 
-            with memory_advice(size):
+            try:
                 if padding:
                     out = padding(part, length, size, summed)
                 else:
                     out = summed(part, torch.ones(length, dtype=torch.bool, device=device_of(part)))
+            except RuntimeError as error:
+                explain_memory(error, size)
+                raise
             if parts:  # added at once: a compiled step overwrites its own answer
                 foreach_add_(list(parts[0].grads.values()), [out.grads[n] for n in parts[0].grads])
             parts.append(out)
-        return joined(parts)
+        return joined(parts) if len(parts) > 1 else parts[0]
 
     def _terms(self, draw: Draw, values: Digest) -> dict[str, Any]:
         """What every rank must say alike before a draw is released; ``values`` of the parameters, begun before the sum,

@@ -45,8 +45,6 @@ def nothing(parameters: Mapping[str, Tensor], device: torch.device, bound: float
 
 def joined(parts: Sequence[ScaledSum]) -> ScaledSum:
     """One result; the gradients of all parts are already in those of the first."""
-    if len(parts) == 1:
-        return parts[0]
     losses, norms, weights = (
         torch.cat([getattr(part, name) for part in parts]) for name in ("losses", "norms", "weights")
     )
