@@ -188,14 +188,15 @@ def test_samples_that_stand_beside_groups_keep_their_own_gradients(monkeypatch, 
     monkeypatch.setattr(convolution, "LEAST", 2)
     dims = len(space)
     rest = (torch.Size((6, 4 // groups, *[3] * dims)), (2,) * dims, (1,) * dims, (1,) * dims, groups)
-    form = Patches(randn(5, images, 4, *space), randn(5, images, 6, *((n - 1) // 2 + 1 for n in space)), *rest)
-    exact = form.per_sample()
+    x, g = randn(5, images, 4, *space), randn(5, images, 6, *((n - 1) // 2 + 1 for n in space))
+    exact, form = Patches(x, g, *rest).per_sample().float(), Patches(x.float(), g.float(), *rest)
+    monkeypatch.setattr(Patches, "_outer", None)  # no other way is taken
     settled = form.settle()
     assert isinstance(settled, Dense)
-    torch.testing.assert_close(settled.per_sample(), exact)
+    torch.testing.assert_close(settled.per_sample(), exact, rtol=1e-4, atol=1e-4)
     form.g[2] = torch.inf
     others = [0, 1, 3, 4]
-    torch.testing.assert_close(form.settle().per_sample()[others], exact[others])
+    torch.testing.assert_close(form.settle().per_sample()[others], exact[others], rtol=1e-4, atol=1e-4)
     assert not form.settle().norm2()[2].isfinite()
 
 
