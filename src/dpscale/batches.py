@@ -21,6 +21,7 @@ from dpscale.engine.arguments import has_rows, over_rows, plain_tensors, tensors
 from dpscale.engine.compat import register_tree_node
 from dpscale.engine.verify.randomness import host_states, random_states, set_random_states, torch_states
 from dpscale.engine.verify.rows import Features, FeatureTable, blank_of, features, neutral
+from dpscale.engine.verify.values import same
 from dpscale.packing import packed, unpacked
 from dpscale.sampling import Draw, Indices
 from dpscale.shapes import Sizes
@@ -252,16 +253,11 @@ def keeps_apart(collate: Callable[[list[Any]], Any], one: list[Any], others: Seq
             found.append([t.detach().cpu() for t in tensors if t.ndim and len(t) == len(one) + len(around)])
     set_random_states(states)
     shapes = [[t.shape for t in each] for each in found]
-    if len(found) < 3 or shapes.count(shapes[0]) < 3 or not all(map(_alike, found[0], found[1])):
+    if len(found) < 3 or shapes.count(shapes[0]) < 3 or not all(map(same, found[0], found[1])):
         return True
     ours, theirs = ([t.unflatten(0, (-1, len(one))) for t in each] for each in found[1:])
     samples = range(1 + len(company) // len(one))
-    return any(all(_alike(a[i], b[k]) for a, b in zip(ours, theirs, strict=True)) for i in samples for k in samples)
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """To the bit; NaN is NaN."""
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+    return any(all(same(a[i], b[k]) for a, b in zip(ours, theirs, strict=True)) for i in samples for k in samples)
 
 
 def keeps_order(collate: Callable[[list[Any]], Any], rows: Sequence[Any], most: int = 6) -> bool:
