@@ -17,7 +17,7 @@ from dpscale.engine.arguments import has_rows, over_rows, tensors_in
 from dpscale.engine.compat import version
 
 Features = NDArray[np.float64]
-"""(B, F): numbers that tell the rows of a batch apart."""
+"""(B, F): numbers that tell the rows of a batch apart. A column lies in one stretch: columns are what is searched."""
 
 
 def features(batch: Any, *, wait: bool = False) -> Features | None:
@@ -26,7 +26,7 @@ def features(batch: Any, *, wait: bool = False) -> Features | None:
     if any(t.device.type != "cpu" for t in tensors) and not wait:
         return None
     columns = [column for t in tensors for column in _columns(t.detach().reshape(len(t), -1))]
-    return torch.stack([column.cpu() for column in columns], 1).numpy() if columns and len(columns[0]) else None
+    return torch.stack([column.cpu() for column in columns]).numpy().T if columns and len(columns[0]) else None
 
 
 class FeatureTable:
@@ -41,7 +41,7 @@ class FeatureTable:
     def __getitem__(self, indices: NDArray[np.int64]) -> Features | None:
         if (now := [version(t) for t in self._tensors]) != self._versions:
             self._versions, self._table = now, features(self._tensors, wait=True)
-        return None if self._table is None else self._table[indices]
+        return None if self._table is None else self._table.T.take(indices, 1).T
 
 
 def _columns(t_BN: Tensor) -> Iterator[Tensor]:

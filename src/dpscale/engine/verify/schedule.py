@@ -138,18 +138,17 @@ class Novelty:
     def __init__(self) -> None:
         self._values: list[set[float]] = []
         self._range: Features | None = None
-        self._margin = np.zeros(0)
-        self._few = np.zeros(0, dtype=np.int64)  # features of few values, and those values in a table
-        self._table = np.zeros((1, 1, 0))
+        self._usual: Features = np.zeros((2, 0))  # from where to where nothing is new
+        self._few = np.zeros(0, dtype=np.int64)  # features of few values but more than one, and those values in a table
+        self._table = np.zeros((0, 1, 1))
 
     def new(self, rows: Features) -> tuple[NDArray[np.int64], bool]:
         """Numbers of the rows that are like none before, the farthest from those first, all of them at first; and
         whether one is farther than those were from each other."""
         if self._range is None or self._range.shape[1] != rows.shape[1]:
             return np.arange(len(rows)), True
-        low, high = self._range
-        strange = (rows[:, self._few] != self._table).all(0).any(1)
-        least, most = low - self._margin, high + self._margin
+        (low, high), (least, most) = self._range, self._usual
+        strange = (rows.T[self._few, None] != self._table).all(1).any(0)
         if (rows.min(0) >= least).all() and (rows.max(0) <= most).all() and not strange.any():  # as nearly always
             return np.zeros(0, dtype=np.int64), False
         beyond = ((rows < least) | (rows > most)).any(1)
@@ -168,9 +167,10 @@ class Novelty:
                 found = np.unique(column)
                 many = len(column) > FEW // 4 and len(found) == len(column)  # no two rows are alike in it
                 values.update(range(FEW + 1) if many else found[: FEW + 1].tolist())
-        few = np.array([len(values) <= FEW for values in self._values])
-        self._few = np.flatnonzero(few)
-        most = max((len(self._values[k]) for k in self._few), default=1)
-        self._table = np.array([(list(self._values[k]) * most)[:most] for k in self._few]).reshape(-1, most).T[:, None]
+        counts = np.array([len(values) for values in self._values])
+        self._few = np.flatnonzero((counts > 1) & (counts <= FEW))
+        most = int(max(counts[self._few], default=1))
+        self._table = np.array([(list(self._values[k]) * most)[:most] for k in self._few]).reshape(-1, most, 1)
         # Of many values there is always a next extreme.
-        self._margin = np.where(few, 0.0, 0.1 * (self._range[1] - self._range[0]))
+        margin = np.where(counts <= FEW, 0.0, 0.1 * (self._range[1] - self._range[0]))
+        self._usual = self._range + np.stack([-margin, margin])
