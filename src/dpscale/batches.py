@@ -158,16 +158,33 @@ class Padding:
         sizes = self.sizes.rows
         return sizes[len(sizes) // 2] if len(sizes) > 1 else 0
 
-    def __call__(self, data: Any, count: int, rows: int, summed: Callable[[Any, Tensor], ScaledSum]) -> ScaledSum:
-        """What ``summed(data, mask)`` gives for ``count`` rows padded to ``rows``, without what it says of padding."""
+    def __call__(
+        self, data: Any, count: int, rows: int, summed: Callable[[Any, Tensor], ScaledSum],
+        room: Callable[[Sequence[Tensor], int], Sequence[Tensor] | None] = lambda tensors, rows: None,
+    ) -> ScaledSum:  # fmt: skip
+        """What ``summed(data, mask)`` gives for ``count`` rows padded to ``rows``, without what it says of padding.
+
+        Args:
+            room: for some tensors and a number of rows, tensors of so many rows to put them into, if there are any.
+        """
         mask = _first(count, rows, device_of(data))
-        if count < rows and not self._decided:
+        if count == rows:
+            return summed(data, mask)
+        if not self._decided:
             self._copies = not self._takes_zeros(padded(data, count, rows), mask, count, summed)
             self._decided = True
-        out = summed(padded(data, count, rows, copies=self._copies), mask)
-        if count == rows:
-            return out
+        out = summed(self._padded(data, count, rows, room), mask)
         return replace(out, **{name: getattr(out, name)[:count] for name in ("losses", "norms", "weights")})
+
+    def _padded(self, data: Any, count: int, rows: int, room: Callable[..., Sequence[Tensor] | None]) -> Any:
+        tensors = plain_tensors(data)
+        if self._copies or tensors is None or type(data) is not tuple or (places := room(tensors, rows)) is None:
+            return padded(data, count, rows, copies=self._copies)
+        with torch.no_grad():
+            for place, t in zip(places, tensors, strict=True):
+                place[:count].copy_(t, non_blocking=True)
+                place[count:].zero_()  # what a larger draw has left there
+        return tuple(places)
 
     @staticmethod
     def _takes_zeros(data: Any, mask: Tensor, count: int, summed: Callable[[Any, Tensor], ScaledSum]) -> bool:

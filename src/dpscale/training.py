@@ -522,7 +522,7 @@ class Private:
 
             try:
                 if padding:
-                    out = padding(part, length, size, summed)
+                    out = padding(part, length, size, summed, self._engine.room)
                 else:
                     out = summed(part, torch.ones(length, dtype=torch.bool, device=device_of(part)))
             except RuntimeError as error:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import dpscale
 from dpscale.engine import Engine
@@ -81,3 +82,21 @@ def test_an_interrupted_reader_does_not_hear_the_last_run(device):
     compiled((x, y), mask, [1.0])  # started, never read: all was finite
     x[3] = torch.nan
     assert engine.scaled_sum(cross_entropy, (x, y), dpscale.Clip(C=0.5), mask).ignored == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_batch_lies_where_the_step_reads_it_unless_the_forward_writes_there(in_place):
+    model = nn.Sequential(nn.ReLU(inplace=in_place), mlp())
+    engine, (x, y) = Engine(model, compile=lambda graph, inputs: graph), (t.clone() for t in data().tensors)
+    mask = torch.ones(SIZE, dtype=torch.bool)
+    engine.scaled_sum(cross_entropy, (x.abs(), y), dpscale.Clip(C=0.5), mask)
+    ((compiled, *_),) = engine._compiled._known.values()
+    assert engine.room([x, y], 3) is None  # nothing is recorded on a CPU
+    compiled._buffers = [x, y, mask]
+    found = engine.room([x, y], 3)
+    if in_place:
+        assert found is None
+    else:
+        assert [(r.data_ptr(), len(r)) for r in found] == [(x.data_ptr(), 3), (y.data_ptr(), 3)]
+    for others in ([y, x], [x], [x.double(), y], [x[:, :2], y]):
+        assert engine.room(others, 3) is None

@@ -134,6 +134,11 @@ class Engine:
         """Whether sums are compiled now, where they can be."""
         return self._compiled is not None if self._worth is None else self._worth.compile
 
+    def room(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor] | None:
+        """Where the last compiled step reads a batch of so many rows on CUDA, if that has room for tensors like these:
+        what is written there need not be copied again."""
+        return None if self._compiled is None else self._compiled.room(tensors, rows)
+
     @property
     def sites(self) -> Sites:
         """Where the samples are in each operation that parameters meet."""

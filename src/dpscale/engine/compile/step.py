@@ -157,6 +157,7 @@ class Compiled:
             self._run = backend(graph, [*self._values(), *data, mask])
             self._run(*self._values(), *data, mask)
         self._open = graph if any_size else None
+        self._in_place = any(_writes(node) for node in graph.graph.nodes)
         self._takes = {len(mask): not any_size or holds_for(graph, len(mask))}
         self._replays: dict[int, Callable[[list[Tensor]], Any]] = {}
         self._buffers: list[Tensor] = []  # of the graphs' inputs, for the largest batch
@@ -173,7 +174,7 @@ class Compiled:
 
         On CUDA these are the graph's own buffers: the next replay overwrites them.
         """
-        leaves = tree_flatten(batch)[0]
+        leaves = leaves_of(batch)
         if self._last != list(coefficients):
             self._last = list(coefficients)
             self._coefficients.copy_(torch.tensor(self._last, dtype=torch.float64))
@@ -182,6 +183,16 @@ class Compiled:
         self._flag.expect()
         with torch.no_grad(), self._flag.listening():
             return list(run([*data, mask]))
+
+    def room(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor] | None:
+        """Where it reads the first ``rows`` rows of a batch on CUDA, if that has room for tensors like these.
+
+        Not of a forward that writes: what it reads must be there still if the eager path is asked for the same batch.
+        """
+        room = [] if self._in_place else [buffer[:rows] for buffer in self._buffers[:-1]]
+        alike = [t.dtype == r.dtype and t.device == r.device and t.shape[1:] == r.shape[1:] and len(r) == rows
+                 for t, r in zip(tensors, room, strict=False)]  # fmt: skip
+        return room if len(room) == len(tensors) == len(self._tensors) and all(alike) else None
 
     def all_finite(self) -> bool:
         """Whether all norms of the last batch are finite, the masked ones too: if not, its answer is none. Waits."""
@@ -256,11 +267,17 @@ class Compiled:
         def replay(batch: list[Tensor]) -> Any:
             with torch.cuda.device(batch[-1].device):
                 for buffer, t in zip(static, batch, strict=True):
-                    buffer.copy_(t, non_blocking=True)
+                    if t.data_ptr() != buffer.data_ptr():  # or it was put into its room already
+                        buffer.copy_(t, non_blocking=True)
                 graph.replay()
             return answers
 
         return replay
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    """Whether it may change a tensor: such operations have names like ``aten.relu_.default``."""
+    return node.op == "call_function" and any(part.endswith("_") for part in str(node.target).split("."))
 
 
 def constants_of(rule: Scaling) -> dict[str, float]:
@@ -341,6 +358,7 @@ class CompiledSum:
     def __init__(self, model: nn.Module, backend: Backend, any_size: int = 0, most: int = 0) -> None:
         self._model, self._backend, self._any_size, self._most = weakref.ref(model), backend, any_size, most
         self._known: dict[_Key, _Known] = {}
+        self._last: Compiled | None = None
         self._made, self._explained, self._switched = 0, False, 0
 
     def __call__(
@@ -360,6 +378,7 @@ class CompiledSum:
         """
         with cold_start():
             compiled = self._compiled(setting, run, batch, rule, mask, points, sites)
+        self._last = compiled
         if compiled is None:
             return None
         outputs = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]])
@@ -373,6 +392,10 @@ class CompiledSum:
         # All are finite, so none was ignored: said on the CPU, where it can be read without waiting.
         none = torch.zeros((), dtype=torch.int64, device="cpu")
         return ScaledSum(grads, norms, weights, losses, none, rule.bound)
+
+    def room(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor] | None:
+        """Where the step that was taken last reads a batch of so many rows, if that has room for tensors like these."""
+        return None if self._last is None else self._last.room(tensors, rows)
 
     def _compiled(
         self, setting: Setting, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites
