@@ -153,14 +153,16 @@ class FineTuned(nn.Module):
     """A public encoder and a linear layer that starts at zero; the convolutions of the last ``stages`` are trained too.
 
     Its BatchNorm stays frozen at its public statistics: a fixed affine map of each channel, so that no sample sees
-    another one. Images, RGB in [0, 1], are enlarged to ``size`` × ``size``; features are divided by their norm.
+    another one. Images, RGB in [0, 1], are enlarged to ``size`` × ``size``; features are brought to the norm
+    ``factor``, and the more of a sample's bounded gradient is then the linear layer's. At norm 1 and with a layer that
+    fits, gradients of stage 4 are some 50 times as long as that layer's, which would learn next to nothing.
 
     It takes images or, in their place, the `maps` of them, which are the same whatever is trained.
     """
 
-    def __init__(self, encoder: Encoder, classes: int, *, stages: int, size: int = 160) -> None:
+    def __init__(self, encoder: Encoder, classes: int, *, stages: int, size: int = 160, factor: float = 50.0) -> None:
         super().__init__()
-        self.public, self.size = encoder, size
+        self.public, self.size, self.factor = encoder, size, factor
         self.provenance: dict[str, Any] = {}
         body = encoder.build().requires_grad_(False)
         assert isinstance(body, ResNet50)
@@ -179,7 +181,7 @@ class FineTuned(nn.Module):
         """Logits of images, which have three channels, or of their maps."""
         maps = self.maps(x_NCHW) if x_NCHW.shape[1] == 3 else x_NCHW
         features = through(self.body.stages[self.frozen :], maps).mean(dim=(2, 3))
-        logits: Tensor = self.head(F.normalize(features.float(), dim=1))
+        logits: Tensor = self.head(self.factor * F.normalize(features.float(), dim=1))
         return logits
 
     def maps(self, images_NCHW: Tensor) -> Tensor:
@@ -198,11 +200,11 @@ class FineTuned(nn.Module):
         self.provenance = {**made, "enlarged_to": self.size}
 
 
-def resnet50(shape: Shape, classes: int, *, stages: int) -> FineTuned:
+def resnet50(shape: Shape, classes: int, *, stages: int, **how: Any) -> FineTuned:
     """The public ResNet-50, its last stages to be trained; random until its weights are taken."""
     ok = (len(shape) == 3 and shape[0] == 3) or len(shape) == 4  # of their maps
     require(ok, "resnet50", "shape", "that of colour images", shape)
-    return FineTuned(ENCODERS["resnet50-imagenet"], classes, stages=stages)
+    return FineTuned(ENCODERS["resnet50-imagenet"], classes, stages=stages, **how)
 
 
 class Standardized(nn.Module):
