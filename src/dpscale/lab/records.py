@@ -96,7 +96,8 @@ def key(
 
 
 _SEARCHED = ("tune", "grid", "gamma1s", "inner", "rates", "note", "micro_batch", "search_seeds", "widen")
-_DEFAULTS = {"average": 0.0, "schedule": "constant", "views": 1, "augment": {}, "standardize": False}
+_DEFAULTS = {"average": 0.0, "schedule": "constant", "views": 1, "augment": {}, "standardize": False,
+             "precomputed": False}  # fmt: skip
 
 
 def asked(config: Mapping[str, Any], role: str) -> dict[str, Any]:

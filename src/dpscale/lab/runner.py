@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from dpscale.engine import LossFn
 from dpscale.engine.modules import structure
 from dpscale.engine.phases import listening
 from dpscale.lab import device, diagnostics, features, scattering
-from dpscale.lab.augment import augmented
+from dpscale.lab.augment import augmented, stored
 from dpscale.lab.data import Data, hold_out
 from dpscale.lab.data import load as load_data
 from dpscale.lab.datasets.disk import data_folder
@@ -44,6 +44,9 @@ _MEASURED = 10
 
 _EVALUATED = 6_000_000
 """Numbers of input that are evaluated at once."""
+
+_PRECOMPUTED = 250
+"""Images whose maps are computed at once."""
 
 _LONG = 1000
 """Steps from which on a run is compiled on the CPU too: some 20 s, which make a step up to three times as fast."""
@@ -115,8 +118,34 @@ def _whole(name: str, train_size: int | None, encoder: str | None) -> Data:
 
 
 @cache
-def _on_device(held_out: float | None, split: int, place: str, *which: Any) -> Data:
+def _precomputed(model: str, mirrored: bool, precision: str, place: str, *which: Any) -> Data:
+    """The data with the maps of a fine-tuned network in place of the images: (N, views, channels, height, width), of
+    every training image and, with ``mirrored``, of its mirror image.
+
+    Each row is a fixed, public function of its own image, and a sample's views stay its own: nothing couples.
+    """
     data = _whole(*which)
+    network = _public(MODELS[model](tuple(data.train_images.shape[1:]), data.classes)).to(place)
+    assert isinstance(network, FineTuned)
+
+    def maps(images: Tensor, *turns: tuple[int, ...]) -> Tensor:
+        with torch.no_grad(), _autocast(precision, torch.device(place)):
+            parts = (some.to(place) for some in images.split(_PRECOMPUTED))
+            return torch.cat([torch.stack([network.maps(_pixels(x.flip(t))) for t in turns], 1) for x in parts])
+
+    with _without_tf32():
+        train = maps(data.train_images, *([(), (-1,)] if mirrored else [()]))
+        test = maps(data.test_images, ())
+    made = {"model": model, "dtype": str(train.dtype).split(".")[-1], "mirrored": mirrored}
+    provenance = {**data.provenance, "precomputed": made}
+    return replace(data, train_images=train, test_images=test, provenance=provenance)
+
+
+@cache
+def _on_device(
+    held_out: float | None, split: int, place: str, precomputed: tuple[str, bool, str] | None, *which: Any
+) -> Data:
+    data = _whole(*which) if precomputed is None else _precomputed(*precomputed, place, *which)
     return (data if held_out is None else hold_out(data, held_out, split)).to(place)
 
 
@@ -129,7 +158,8 @@ def load(config: Config, role: str, seed: int = SEARCH_SEED) -> Data:
     """The data of a run, where it trains; a search sees the training part only, split once more, by each of its seeds
     in another way."""
     held_out, split = (config.held_out, max(0, seed - SEARCH_SEED)) if role == "search" else (None, 0)
-    return _on_device(held_out, split, device.name(), config.data, config.train_size, config.encoder)
+    maps = (config.model, bool(config.augment), config.precision) if config.precomputed else None
+    return _on_device(held_out, split, device.name(), maps, config.data, config.train_size, config.encoder)
 
 
 def sampling(config: Config, samples: int) -> Sampling:
@@ -228,19 +258,12 @@ class _Training:
     def steps(self) -> Generator[_Step]:
         """Every step as it is taken, without TF32, which torch has on for convolutions: the bound is as strict as the
         plan says."""
-        places: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
-        before = [place.allow_tf32 for place in places]
-        try:
-            for place in places:
-                place.allow_tf32 = False
+        with _without_tf32():
             taken = _train_plain(self) if self.plan is None else _train_private(self)
             for number, step in enumerate(taken, start=1):
                 if self.config.average:
                     self._average(min(self.config.average, number / (number + 10)))  # the start is soon forgotten
                 yield step
-        finally:
-            for place, value in zip(places, before, strict=True):
-                place.allow_tf32 = value
 
     @torch.no_grad()
     def _average(self, keep: float) -> None:
@@ -319,8 +342,9 @@ def evaluate(model: nn.Module, data: Data, config: Config) -> tuple[float, float
     part = max(1, _EVALUATED // data.test_images[0].numel())
     right, loss = 0, 0.0
     for images, labels in zip(data.test_images.split(part), data.test_labels.split(part), strict=True):
-        with _autocast(config, labels.device):
-            logits = model(prepared(images, config)).float()
+        shown = images[:, 0] if config.precomputed else images  # of the image itself, not of its mirror image
+        with _autocast(config.precision, labels.device):
+            logits = model(prepared(shown, config)).float()
         right += int((logits.argmax(1) == labels).sum())
         loss += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
     model.train(training)
@@ -335,16 +359,26 @@ def untrained(config: Config, data: Data, seed: int = 0) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = MODELS[config.model](tuple(data.train_images.shape[1:]), data.classes)
+    model = _public(model)
+    return (standardized(model) if config.standardize else model).to(data.train_labels.device)
+
+
+def _public(model: nn.Module) -> nn.Module:
+    """The model, with public weights where it has any."""
     if isinstance(model, FineTuned):
         model.load_public(data_folder())
-    return (standardized(model) if config.standardize else model).to(data.train_labels.device)
+    return model
 
 
 def prepared(images: Tensor, config: Config) -> Tensor:
     """Pixels as the model takes them: from 0…255 to [0, 1], then shifted and divided by public constants."""
     shift, scale = config.normalize
-    x = images.float() / 255 if images.dtype == torch.uint8 else images.float()
+    x = _pixels(images)
     return x if (shift, scale) == (0.0, 1.0) else (x - shift) / scale
+
+
+def _pixels(images: Tensor) -> Tensor:
+    return images.float() / 255 if images.dtype == torch.uint8 else images.float()
 
 
 def _optimizer(run: _Training, steps: int, momentum: float = 0.0) -> tuple[Optimizer, LRScheduler]:
@@ -355,23 +389,39 @@ def _optimizer(run: _Training, steps: int, momentum: float = 0.0) -> tuple[Optim
     return optimizer, LambdaLR(optimizer, lambda step: left(step / steps))
 
 
-def _autocast(config: Config, place: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(place.type, torch.bfloat16, enabled=config.precision == "bf16")
+def _autocast(precision: str, place: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(place.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    places: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [place.allow_tf32 for place in places]
+    try:
+        for place in places:
+            place.allow_tf32 = False
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.allow_tf32 = value
 
 
 def _losses_of(config: Config) -> LossFn:
     def losses(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = batch
-        with _autocast(config, images.device):
+        with _autocast(config.precision, images.device):
             logits = model(prepared(images, config))
         return nn.functional.cross_entropy(logits.float(), labels, reduction="none")
 
-    return over_views(losses) if config.augment else losses
+    return over_views(losses) if config.augment or config.precomputed else losses
 
 
 def _viewed(job: Job, place: torch.device) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]:
     """What makes the views of a batch; without augmentation the batch is its own."""
     random = torch.Generator(place).manual_seed(job.seed)  # of the views alone: no part of the mechanism
+    if job.config.precomputed:
+        share = job.config.augment.get("mirror", 0.0)
+        return lambda batch: stored(batch, job.config.views, share, random)
     transform = partial(augmented, amounts=job.config.augment, random=random)
     return partial(views, count=job.config.views, transform=transform) if job.config.augment else lambda batch: batch
 
