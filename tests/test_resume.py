@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpscale
-from dpscale import checkpoint
+from dpscale import checkpoint, files
 from dpscale.momentum import MOMENTA
 from dpscale.sampling import SAMPLERS
 from dpscale.scaling import RULES
@@ -435,7 +435,7 @@ def test_a_checkpoint_that_was_edited_is_refused(change, tmp_path):
     change(values)
     header["__metadata__"]["values"] = json.dumps(values)
     if change is not other_lr:
-        header["__metadata__"]["sum"] = checkpoint.checksum(json.dumps(values))
+        header["__metadata__"]["sum"] = files.checksum(json.dumps(values))
     edited = json.dumps(header).encode()
     (tmp_path / "run").write_bytes(struct.pack("<Q", len(edited)) + edited + content[8 + length :])
     again = private()

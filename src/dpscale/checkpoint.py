@@ -3,7 +3,6 @@
 The file is one of safetensors. The values lie in its header as JSON; where a value is a tensor, the JSON has its name.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from dpscale.files import clear, locked, replacing
+from dpscale.files import checksum, clear, locked, replacing
 
 FORMAT = "dpscale-checkpoint-1"
 
@@ -59,11 +58,6 @@ def read(path: Path) -> Any:
         return _nested(json.loads(header["values"]), tensors)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged, or no checkpoint: {error!r}.") from error
-
-
-def checksum(text: str) -> str:
-    """What tells that a text is not as it was written. It stops no one who means to change it."""
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _plain(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
