@@ -872,7 +872,7 @@ def test_what_is_known_of_a_run_must_stay(tmp_path):
     for name in ("", "x" * 201, 5):
         with pytest.raises(ValueError, match=r"'run' parameter of privatize must be a name of 1 to 200 characters"):
             private(books, name)
-    with pytest.raises(ValueError, match=r"must be a name of whole characters. Got 'a\\ud83d' instead. Half of a"):
+    with pytest.raises(ValueError, match=r"must be a name of whole characters. Got 'a\\ud83d' instead. Half of"):
         private(books, "a\ud83d")
     private(books, "a\N{GRINNING FACE}").close()
     assert [run.name for run in books.runs()] == ["first", "a\N{GRINNING FACE}"]

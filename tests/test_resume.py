@@ -479,6 +479,17 @@ def test_a_folder_that_cannot_be_written_is_said():
         run.save("/proc/run")
 
 
+def test_a_name_that_could_not_be_read_again_is_refused(tmp_path):
+    """One of bytes that are no UTF-8, as file systems allow it."""
+    run = private()
+    some_steps(run, 1)
+    with pytest.raises(ValueError, match=r"'path' parameter of save must be a name in UTF-8.*Nothing was written"):
+        run.save(tmp_path / os.fsdecode(b"run\xff"))
+    assert not os.listdir(tmp_path)
+    run.save(tmp_path / "lauf-ü", extra="\ud800")
+    assert private().load(tmp_path / "lauf-ü") == "\ud800"
+
+
 def test_values_of_every_kind_come_back(tmp_path):
     tied = torch.randn(4, 3)
     value = {

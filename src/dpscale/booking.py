@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpscale import ledger as ledgers
 from dpscale.checks import require
-from dpscale.files import try_lock
+from dpscale.files import is_unicode, try_lock
 from dpscale.ledger import BudgetExhausted, Ledger, LedgerError, now
 from dpscale.plan import Plan
 from dpscale.sampling import SAMPLERS
@@ -37,8 +37,8 @@ def open_run(ledger: Ledger, name: str | None, plan: Plan, selection: "Selection
     _settle_later()
     name = f"run-{now()[:10]}-{secrets.token_hex(4)}" if name is None else name
     require(isinstance(name, str) and 0 < len(name) <= 200, "privatize", "run", "a name of 1 to 200 characters", name)
-    halves, action = any("\ud800" <= c <= "\udfff" for c in name), "Half of a character, as here, no file can hold."
-    require(not halves, "privatize", "run", "a name of whole characters", name, action)
+    action = "Half of a character cannot be written down."
+    require(is_unicode(name), "privatize", "run", "a name of whole characters", name, action)
     known, action = type(plan.sampling) in SAMPLERS.values(), "The price of others is not known."
     require(known, "privatize", "plan", "with a sampler of dpscale, to be booked", plan.sampling, action)
     plain = plan.to_dict() | ({} if selection is None else {"selection": selection.to_dict()})

@@ -14,7 +14,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from dpscale.files import checksum, clear, locked, replacing
+from dpscale.checks import require
+from dpscale.files import checksum, clear, is_unicode, locked, replacing
 
 FORMAT = "dpscale-checkpoint-1"
 
@@ -24,6 +25,8 @@ def write(path: Path, value: Any) -> None:
 
     Only this user may read it.
     """
+    action = "Under another it could be written, and not be read again. Nothing was written."
+    require(is_unicode(str(path)), "save", "path", "a name in UTF-8", str(path), action)
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(_plain(value, tensors, "checkpoint"), allow_nan=False)
     try:

@@ -53,6 +53,11 @@ def clear(path: Path) -> None:
                 left.unlink()
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: Python reads a byte that is none as half of a character."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def checksum(text: str) -> str:
     """What tells that a text is not as it was written. It stops no one who means to change it."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
