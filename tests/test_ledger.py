@@ -12,6 +12,7 @@ import shutil
 import signal
 import sqlite3
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -122,6 +123,45 @@ def fills_the_disk(folder):
     assert row(run._state.booking.ledger).charged == 3
     run.step(batch, loss_fn)
     assert run.steps_taken == 4 and row(run._state.booking.ledger).charged == 4
+
+
+def works_where_it_may_only_read(folder):
+    """As another user, whom rights bind; that one cannot import, so all is done once before."""
+
+    def step(run):
+        batches = run.batches(DATA)
+        run.step(next(batches), loss_fn)
+
+    def said(what):
+        try:
+            what()
+        except (OSError, RuntimeError) as error:
+            print(error)
+
+    for rehearsal in (True, False):
+        place = Path(folder) if rehearsal else Path(tempfile.mkdtemp())
+        books = make(place)
+        run = private(books, steps=20)
+        step(run)
+        run.save(place / "run")
+        if rehearsal:
+            run.close()
+            rights = os.geteuid()
+            os.seteuid(rights or 65534)
+    whole = (place / "run").read_bytes()
+    place.chmod(0o555)
+    said(lambda: step(run))
+    said(lambda: run.save(place / "run"))
+    said(lambda: private(books, "second"))
+    said(lambda: Ledger(place / "another", epsilon=1, delta=DELTA))
+    assert run.steps_taken == 1 and (place / "run").read_bytes() == whole
+    place.chmod(0o755)
+    assert row(books).charged == 1
+    step(run)
+    assert run.steps_taken == row(books).charged == 2
+    run.close()
+    shutil.rmtree(place)
+    os.seteuid(rights)
 
 
 def is_killed_again_and_again(folder, sabotage):
@@ -567,9 +607,16 @@ def test_a_disk_that_is_full_stops_the_step_before_its_release(tmp_path, nursery
     assert second.startswith("The checkpoint ") and second.endswith("The one that was there before is unchanged.")
 
 
-def test_a_folder_that_cannot_be_written_is_said():
-    with pytest.raises(LedgerError, match=r"(Cannot make the ledger|The ledger) /proc/none.ledger"):
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, nursery):
+    """Nothing is released, and when it may be written again the run goes on."""
+    with pytest.raises(LedgerError, match=r"The ledger /proc/none.ledger cannot be opened for writing"):
         Ledger("/proc/none.ledger", epsilon=1, delta=DELTA)
+    code, out, errors = nursery.run(f"{__name__}:works_where_it_may_only_read", str(tmp_path))
+    assert code == 0, errors
+    stepped, saved, admitted, made = out.splitlines()
+    for told in (stepped, admitted, made):
+        assert "cannot be opened for writing (" in told and "Check the rights of the file and its folder" in told
+    assert "Permission denied" in saved and saved.endswith("The one that was there before is unchanged.")
 
 
 def test_a_ledger_that_may_only_be_read_books_nothing(tmp_path, monkeypatch):

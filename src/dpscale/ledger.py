@@ -331,7 +331,7 @@ class Ledger:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with (
                     files.locked(self.path.parent),
-                    _translated(self.path),
+                    _translated(self.path, gone=False),
                     contextlib.closing(self._connect("rwc")) as db,
                 ):
                     if db.execute("PRAGMA user_version").fetchone() == (0,):
@@ -500,15 +500,19 @@ def now() -> str:
 
 
 @contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """Errors of the database in words: what is the matter, and that nothing was released."""
+def _translated(path: Path, gone: bool = True) -> Iterator[None]:
+    """Errors of the database in words: what is the matter, and that nothing was released.
+
+    Args:
+        gone: whether a file that is not there was there before.
+    """
     try:
         yield
     except UnicodeDecodeError as error:
         raise _damaged(path, str(error)) from error
     except sqlite3.Error as error:
         told = str(error)
-        if not path.exists() and path.parent.exists():
+        if gone and not path.exists() and path.parent.exists():
             why = f"The ledger {path} is gone. Bring it back: what it has charged must not be forgotten."
         elif "full" in told or "I/O" in told:
             why = f"The ledger {path} could not be written ({told}): is the disk full? Make room, and go on."
