@@ -4,6 +4,7 @@ A run is a name of `CASES` or of `FAULTS`. What came of it on a rank is saved in
 """
 
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -492,6 +493,32 @@ def buffers(rank):
     return torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
 
+def other_buffer(rank):
+    """Changed by hand on one rank, before the fourth step; what was logged then, and after how many steps."""
+    run, said = private(Scaled()), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((record.getMessage(), run.steps_taken))
+    logging.getLogger("dpscale").addHandler(handler)
+
+    def change():
+        run.model.scale += 0.1 * rank
+
+    stepping(run, at=4, change=change)
+    logging.getLogger("dpscale").removeHandler(handler)
+    return run.steps_taken, [(text, steps) for text, steps in said if "disagree" in text]
+
+
+def drifting_with_a_buffer(rank):
+    run = private(Scaled())
+
+    def drift():
+        run.model.scale += 0.1 * rank
+        with torch.no_grad():
+            run.model.inner[4].bias += 1e-6 * rank
+
+    stepping(run, at=4, change=drift)
+
+
 def another_way(rank):
     """One rank has its sums in another precision and order, as an engine that takes a slower way may."""
     run = private()
@@ -804,6 +831,8 @@ FAULTS = {
     "group of one": group_of_one,
     "public": public,
     "buffers": buffers,
+    "other buffer": other_buffer,
+    "drifting with a buffer": drifting_with_a_buffer,
     "another way": another_way,
     "buckets": in_buckets,
     "twice": twice,

@@ -306,6 +306,7 @@ BOTH = {
     "skipping": "disagree in step() about 'draw': 2 and 3. Take and release",
     "drifting": "disagree in step() about 'values'.",
     "drifting between": "disagree in step() about 'values'.",
+    "drifting with a buffer": "disagree in step() about 'values'.",
     "freezing": "disagree in step() about 'parameters': ('0.bias', (6,), 'torch.float32', True) and ('0.bias'",
     "modes": "disagree in step() about 'modes': ('the model', 'train') and ('the model', 'eval'). Call model.train()",
     "drifting frozen": "disagree in step() about 'values'.",
@@ -334,6 +335,7 @@ def test_what_ranks_do_not_share_is_refused_on_all_of_them(name, two):
     [
         ("drifting", 4),
         ("drifting between", 6),
+        ("drifting with a buffer", 4),
         ("freezing", 2),
         ("sharded drifting", 4),
         ("modes", 2),
@@ -386,6 +388,14 @@ def test_a_group_of_ones_own(two):
 def test_a_forward_in_a_wrapper_needs_no_other_rank(two):
     for parameters in two["buffers"]:
         torch.testing.assert_close(parameters, ranks.buffers(0), rtol=0, atol=1e-5)
+
+
+def test_buffers_that_differ_are_warned_of_once(two):
+    """After steps 1, 2, 4, 8, …: it was changed before the fourth."""
+    for steps, said in two["other buffer"]:
+        ((text, after),) = said
+        assert text.startswith("dpscale: ranks 0 and 1 disagree in step() about 'buffers'. The run goes on: a forward")
+        assert steps == 8 and after == 4
 
 
 @pytest.mark.parametrize("name", ["another way", "ahead"])
