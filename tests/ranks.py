@@ -860,11 +860,20 @@ FAULTS = {
 
 
 def losing(rank, how):
-    """Rank 1 dies or stalls in the midst of step 3."""
-    run = private(fully_shard(mlp()) if how == "killed in shards" else None)
+    """Rank 1 dies or stalls in the midst of step 3; or when all have agreed on it, before it has given its sum."""
+    run = private(fully_shard(mlp()) if "shards" in how else None)
+    total = run._ranks.total
+
+    def dying(*args):
+        if run.steps_taken == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return total(*args)
+
+    if "sum" in how and rank == 1:
+        run._ranks.total = dying
 
     def loss(model, batch):
-        if rank == 1 and run.steps_taken == 2:
+        if rank == 1 and run.steps_taken == 2 and "sum" not in how:
             if how == "stalled":
                 time.sleep(3600)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -873,7 +882,9 @@ def losing(rank, how):
     stepping(run, loss)
 
 
-LOST = {"killed": 3600, "stalled": 30, "killed in shards": 3600}
+LOST = {"stalled": 30} | dict.fromkeys(
+    ("killed", "killed in shards", "killed in the sum", "killed in the sum of shards"), 3600
+)
 """How a rank is lost, and the timeout of the process group, in seconds: of the one that stalls a short one, which it
 takes to be noticed, yet long for two ranks on a busy machine to wait for each other."""
 
