@@ -2,12 +2,12 @@
 
     python benchmarks/loop.py --ranks 2
     python benchmarks/loop.py --ranks 8 --device cuda --models 4-conv-cnn --batch 4096
-    python benchmarks/loop.py --ranks 1 --device cuda    # what a group of one costs
+    python benchmarks/loop.py --ranks 1 --device cuda --models 4-conv-cnn --batch 512 --only compiled   # a group of one
 
-Each starts this script by torchrun. Contenders take turns, each round in the other direction: a ratio is the median
-over rounds of the time relative to plain DDP in the same round, on rank 0. The plain loop takes random batches of the
-expected size, and the same share of it on every rank. On one rank all are relative to the same compiled steps of a
-process without a group.
+Each starts this script by torchrun. Contenders take turns of many steps, each round in the other direction: a ratio is
+the median over rounds of the time relative to plain DDP in the same round, on rank 0. The plain loop takes random
+batches of the expected size, and the same share of it on every rank; the private ones take the same draws as each
+other. On one rank all are relative to the same compiled steps of a process without a group.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import dpscale
 from contenders import sgd
-from harness import Row, Step, Table, arguments, median_ratio, seconds
+from harness import NOTES, Row, Step, Table, arguments, insist_compiled, median_ratio, seconds, use
 from loop import COLUMNS
 from models import TASKS, Task
 
@@ -52,7 +52,7 @@ def ours(wrap: Callable[[nn.Module], nn.Module], compile: bool = False) -> Calla
         sampling = dpscale.Poisson(size=len(data), batch=task.batch)
         plan = dpscale.Plan(scaling=dpscale.PSASC(C=1.0, s=0.5, r=1e-3), sampling=sampling, steps=10**7,
                             noise_multiplier=1.0)  # fmt: skip
-        private = dpscale.privatize(model, sgd(model), plan, compile=compile)
+        private = dpscale.privatize(model, sgd(model), plan, seed=0, compile=compile)
         batches: Iterator[dpscale.Batch] = private.batches(data)
 
         def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -74,7 +74,9 @@ CONTENDERS: dict[str, Callable[..., Step]] = {
 def measure(name: str, args: argparse.Namespace) -> Iterator[Row]:
     """The rows of one model."""
     alone = os.environ["WORLD_SIZE"] == "1"
-    contenders = {**({"step compiled": ours(lambda model: model, compile=True)} if alone else {}), **CONTENDERS}
+    every = {**({"step compiled": ours(lambda model: model, compile=True)} if alone else {}), **CONTENDERS}
+    base, *others = every
+    contenders = {n: every[n] for n in (base, *(n for n in others if any(part in n for part in args.only.split(","))))}
     device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else args.device
     task = TASKS[name]
     torch.manual_seed(0)
@@ -88,6 +90,8 @@ def measure(name: str, args: argparse.Namespace) -> Iterator[Row]:
         steps.append(make(task, task.make().to(device), data))
     for step in steps * (100 if args.device == "cuda" else 3):  # until every size was met
         step()
+    insist_compiled()
+    NOTES.said.clear()
     # Not `turns`, where every rank would choose for itself how many rounds to take.
     times: list[list[float]] = [[] for _ in steps]
     for number in range(args.rounds):
@@ -95,7 +99,7 @@ def measure(name: str, args: argparse.Namespace) -> Iterator[Row]:
             times[k].append(seconds(steps[k], args.device, args.steps))
     for contender, own in zip(contenders, times, strict=True):
         ratio, *quartiles = median_ratio(own, times[0])
-        yield {"item": f"{name}/fp32", "contender": contender, "batch": args.batch, "ratio": ratio,
+        yield {"item": f"{name}/{args.precision}", "contender": contender, "batch": args.batch, "ratio": ratio,
                "quartiles": quartiles, "milliseconds": 1e3 * statistics.median(own),
                "microseconds_per_sample": 1e6 * statistics.median(own) / args.batch}  # fmt: skip
     distributed.destroy_process_group()
@@ -105,8 +109,12 @@ def main() -> None:
     parser = arguments(__doc__, rounds=15)
     parser.add_argument("--models", default="digits-cnn,4-conv-cnn")
     parser.add_argument("--batch", type=int, default=256, help="over all ranks")
-    parser.add_argument("--steps", type=int, default=10, help="of a turn (%(default)s)")
+    parser.add_argument("--steps", type=int, help="of a turn (10, on CUDA 100)")
     args = parser.parse_args()
+    args.steps = args.steps or (100 if args.device == "cuda" else 10)
+    if args.precision not in ("fp32", "tf32"):
+        parser.error("--precision must be fp32 or tf32 here.")
+    use(args.precision)
     torch.set_num_threads(1)
     first = os.environ["RANK"] == "0"
     names = ("model", "loop", "B", "ms/step", "us/sample", "ratio", "quartiles")

@@ -4,6 +4,7 @@ A run is a name of `CASES` or of `FAULTS`. What came of it on a rank is saved in
 """
 
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -492,6 +493,32 @@ def buffers(rank):
     return torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
 
+def other_buffer(rank):
+    """Changed by hand on one rank, before the fourth step; what was logged then, and after how many steps."""
+    run, said = private(Scaled()), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((record.getMessage(), run.steps_taken))
+    logging.getLogger("dpscale").addHandler(handler)
+
+    def change():
+        run.model.scale += 0.1 * rank
+
+    stepping(run, at=4, change=change)
+    logging.getLogger("dpscale").removeHandler(handler)
+    return run.steps_taken, [(text, steps) for text, steps in said if "disagree" in text]
+
+
+def drifting_with_a_buffer(rank):
+    run = private(Scaled())
+
+    def drift():
+        run.model.scale += 0.1 * rank
+        with torch.no_grad():
+            run.model.inner[4].bias += 1e-6 * rank
+
+    stepping(run, at=4, change=drift)
+
+
 def another_way(rank):
     """One rank has its sums in another precision and order, as an engine that takes a slower way may."""
     run = private()
@@ -804,6 +831,8 @@ FAULTS = {
     "group of one": group_of_one,
     "public": public,
     "buffers": buffers,
+    "other buffer": other_buffer,
+    "drifting with a buffer": drifting_with_a_buffer,
     "another way": another_way,
     "buckets": in_buckets,
     "twice": twice,
@@ -831,11 +860,20 @@ FAULTS = {
 
 
 def losing(rank, how):
-    """Rank 1 dies or stalls in the midst of step 3."""
-    run = private(fully_shard(mlp()) if how == "killed in shards" else None)
+    """Rank 1 dies or stalls in the midst of step 3; or when all have agreed on it, before it has given its sum."""
+    run = private(fully_shard(mlp()) if "shards" in how else None)
+    total = run._ranks.total
+
+    def dying(*args):
+        if run.steps_taken == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return total(*args)
+
+    if "sum" in how and rank == 1:
+        run._ranks.total = dying
 
     def loss(model, batch):
-        if rank == 1 and run.steps_taken == 2:
+        if rank == 1 and run.steps_taken == 2 and "sum" not in how:
             if how == "stalled":
                 time.sleep(3600)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -844,7 +882,9 @@ def losing(rank, how):
     stepping(run, loss)
 
 
-LOST = {"killed": 3600, "stalled": 30, "killed in shards": 3600}
+LOST = {"stalled": 30} | dict.fromkeys(
+    ("killed", "killed in shards", "killed in the sum", "killed in the sum of shards"), 3600
+)
 """How a rank is lost, and the timeout of the process group, in seconds: of the one that stalls a short one, which it
 takes to be noticed, yet long for two ranks on a busy machine to wait for each other."""
 

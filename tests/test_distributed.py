@@ -306,6 +306,7 @@ BOTH = {
     "skipping": "disagree in step() about 'draw': 2 and 3. Take and release",
     "drifting": "disagree in step() about 'values'.",
     "drifting between": "disagree in step() about 'values'.",
+    "drifting with a buffer": "disagree in step() about 'values'.",
     "freezing": "disagree in step() about 'parameters': ('0.bias', (6,), 'torch.float32', True) and ('0.bias'",
     "modes": "disagree in step() about 'modes': ('the model', 'train') and ('the model', 'eval'). Call model.train()",
     "drifting frozen": "disagree in step() about 'values'.",
@@ -334,6 +335,7 @@ def test_what_ranks_do_not_share_is_refused_on_all_of_them(name, two):
     [
         ("drifting", 4),
         ("drifting between", 6),
+        ("drifting with a buffer", 4),
         ("freezing", 2),
         ("sharded drifting", 4),
         ("modes", 2),
@@ -386,6 +388,14 @@ def test_a_group_of_ones_own(two):
 def test_a_forward_in_a_wrapper_needs_no_other_rank(two):
     for parameters in two["buffers"]:
         torch.testing.assert_close(parameters, ranks.buffers(0), rtol=0, atol=1e-5)
+
+
+def test_buffers_that_differ_are_warned_of_once(two):
+    """After steps 1, 2, 4, 8, …: it was changed before the fourth."""
+    for steps, said in two["other buffer"]:
+        ((text, after),) = said
+        assert text.startswith("dpscale: ranks 0 and 1 disagree in step() about 'buffers'. The run goes on: a forward")
+        assert steps == 8 and after == 4
 
 
 @pytest.mark.parametrize("name", ["another way", "ahead"])
@@ -490,6 +500,9 @@ def test_other_wrappers_are_refused_by_name(made, source, text):
 def test_a_rank_that_is_lost_is_noticed(how, two, launched):
     """A death long before the timeout of an hour, a rank that stalls when it is over."""
     text = torch.load(launched("2 ranks", lambda _: None) / f"{how}-0.pt")
-    assert text.startswith("RuntimeError: step() could not be agreed on: another rank has ended, or did not come")
-    assert f"within {timedelta(seconds=LOST[how])}, the timeout of the process group. Nothing was released." in text
-    assert text.endswith("[after 2 steps]")
+    what, outcome, steps = "step()", "Nothing was released.", 2
+    if "sum" in how:  # another rank might have it
+        what, outcome, steps = "The sum of a step", "The step is charged, and nothing of it was applied.", 3
+    assert text.startswith(f"RuntimeError: {what} could not be agreed on: another rank has ended, or did not come")
+    assert f"within {timedelta(seconds=LOST[how])}, the timeout of the process group. {outcome} The first" in text
+    assert text.endswith(f"[after {steps} steps]")

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sqlite3
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -122,6 +123,45 @@ def fills_the_disk(folder):
     assert row(run._state.booking.ledger).charged == 3
     run.step(batch, loss_fn)
     assert run.steps_taken == 4 and row(run._state.booking.ledger).charged == 4
+
+
+def works_where_it_may_only_read(folder):
+    """As another user, whom rights bind; that one cannot import, so all is done once before."""
+
+    def step(run):
+        batches = run.batches(DATA)
+        run.step(next(batches), loss_fn)
+
+    def said(what):
+        try:
+            what()
+        except (OSError, RuntimeError) as error:
+            print(error)
+
+    for rehearsal in (True, False):
+        place = Path(folder) if rehearsal else Path(tempfile.mkdtemp())
+        books = make(place)
+        run = private(books, steps=20)
+        step(run)
+        run.save(place / "run")
+        if rehearsal:
+            run.close()
+            rights = os.geteuid()
+            os.seteuid(rights or 65534)
+    whole = (place / "run").read_bytes()
+    place.chmod(0o555)
+    said(lambda: step(run))
+    said(lambda: run.save(place / "run"))
+    said(lambda: private(books, "second"))
+    said(lambda: Ledger(place / "another", epsilon=1, delta=DELTA))
+    assert run.steps_taken == 1 and (place / "run").read_bytes() == whole
+    place.chmod(0o755)
+    assert row(books).charged == 1
+    step(run)
+    assert run.steps_taken == row(books).charged == 2
+    run.close()
+    shutil.rmtree(place)
+    os.seteuid(rights)
 
 
 def is_killed_again_and_again(folder, sabotage):
@@ -567,9 +607,16 @@ def test_a_disk_that_is_full_stops_the_step_before_its_release(tmp_path, nursery
     assert second.startswith("The checkpoint ") and second.endswith("The one that was there before is unchanged.")
 
 
-def test_a_folder_that_cannot_be_written_is_said():
-    with pytest.raises(LedgerError, match=r"(Cannot make the ledger|The ledger) /proc/none.ledger"):
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, nursery):
+    """Nothing is released, and when it may be written again the run goes on."""
+    with pytest.raises(LedgerError, match=r"The ledger /proc/none.ledger cannot be opened for writing"):
         Ledger("/proc/none.ledger", epsilon=1, delta=DELTA)
+    code, out, errors = nursery.run(f"{__name__}:works_where_it_may_only_read", str(tmp_path))
+    assert code == 0, errors
+    stepped, saved, admitted, made = out.splitlines()
+    for told in (stepped, admitted, made):
+        assert "cannot be opened for writing (" in told and "Check the rights of the file and its folder" in told
+    assert "Permission denied" in saved and saved.endswith("The one that was there before is unchanged.")
 
 
 def test_a_ledger_that_may_only_be_read_books_nothing(tmp_path, monkeypatch):
@@ -594,11 +641,7 @@ def test_a_damaged_ledger_is_refused_and_left_as_it_is(tmp_path):
     whole = books.path.read_bytes()
     torn = bytearray(whole)
     torn[4096:8192] = os.urandom(4096)
-    with contextlib.closing(sqlite3.connect(books.path)) as db:  # where names are looked up; no run is read from there
-        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE type = 'index'").fetchone()
-    bent = bytearray(whole)
-    bent[4096 * (page - 1) : 4096 * page] = bytes(4096)
-    for content in (b"no ledger at all" * 100, bytes(torn), bytes(bent), whole[:5000]):
+    for content in (b"no ledger at all" * 100, bytes(torn), whole[:5000]):
         books.path.write_bytes(content)
         with pytest.raises(LedgerError, match=r"is damaged, or no ledger .* what it has charged must not be forgotten"):
             make(tmp_path).runs()
@@ -610,17 +653,23 @@ def test_a_damaged_ledger_is_refused_and_left_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("DELETE FROM total", "it has no total"),
+        ("DELETE FROM total", "its total is missing"),
         ("UPDATE runs SET plan = '{}'", "the plan of the run 'first': KeyError"),
         ("UPDATE runs SET plan = 'torn'", "the plan of the run 'first': JSONDecodeError"),
+        ("UPDATE runs SET name = 'first'", "two runs 'first'"),
         ("DROP TABLE stretches", "no such table: stretches"),
     ],
 )
-def test_a_ledger_whose_rows_are_damaged_is_refused(tmp_path, change, words):
+def test_a_ledger_whose_rows_are_wrong_is_refused(tmp_path, change, words):
+    """With checksums that are right: as another release might write it."""
     books = make(tmp_path)
-    private(books).close()
+    for name in ("first", "second"):
+        private(books, name).close()
     with contextlib.closing(sqlite3.connect(books.path, isolation_level=None)) as db:
         db.execute(change)
+        if "UPDATE" in change:
+            ledger.seal(db, 1)
+            ledger.seal(db, 2)
     with pytest.raises(LedgerError, match=rf"is damaged, or no ledger \({words}.*must not be forgotten"):
         make(tmp_path).runs()
 
@@ -728,30 +777,100 @@ def test_files_that_are_no_ledgers_of_this_release_are_refused(tmp_path):
         Ledger(path, epsilon=1, delta=DELTA)
     books = make(tmp_path)
     with contextlib.closing(sqlite3.connect(books.path)) as db:
-        db.execute("PRAGMA user_version = 2")
-    with pytest.raises(LedgerError, match=r"is a ledger of version 2, and this release of dpscale reads version 1"):
+        db.execute("PRAGMA user_version = 3")
+    with pytest.raises(LedgerError, match=r"is a ledger of version 3, and this release of dpscale reads version 2"):
         make(tmp_path)
+
+
+SECOND = "the run 'second' or a stretch of it is not as it was written"
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         ("UPDATE runs SET id = id + 8", "is damaged, or no ledger .steps of a run that is not there"),
-        ("UPDATE runs SET name = CAST(x'ff' AS TEXT)", "is damaged, or no ledger .Could not decode"),
+        ("UPDATE runs SET name = CAST(x'ff' AS TEXT) WHERE id = 2", r"the run '\\\\xff' or a stretch of it is not as"),
+        ("UPDATE runs SET plan = replace(plan, '1.0', '9.0') WHERE id = 2", SECOND),
+        ("UPDATE runs SET begun = begun || '0' WHERE id = 2", SECOND),
+        ("UPDATE stretches SET first = 1 WHERE run = 2", SECOND),
+        ("UPDATE stretches SET last = 5 WHERE run = 2", SECOND),
+        ("UPDATE stretches SET lost = 1 WHERE run = 2", SECOND),
+        ("UPDATE stretches SET state = 'reserved' WHERE run = 2", SECOND),
+        ("UPDATE stretches SET run = 2", SECOND.replace("second", "first")),
+        ("DELETE FROM stretches WHERE run = 2", SECOND),
+        (
+            "INSERT INTO stretches SELECT id + 8, 2, first, last, lost, state, begun FROM stretches WHERE run = 2",
+            SECOND,
+        ),
+        ("UPDATE total SET epsilon = 1000", "its total is missing, or not as it was written"),
+        ("UPDATE total SET delta = 0.1", "its total is missing, or not as it was written"),
+        ("INSERT INTO total SELECT * FROM total", "its total is missing, or not as it was written"),
         ("UPDATE sqlite_master SET name = CAST(x'ff' AS TEXT), sql = 'no'", "is damaged, or no ledger .'utf-8' codec"),
     ],
 )
 def test_flipped_bits_that_the_database_does_not_see_are_said(change, told, tmp_path):
     books = make(tmp_path)
-    part = open_run(books, "first", plan())
-    part.reserve(1)
-    part.close()
+    for name in ("first", "second"):
+        part = open_run(books, name, plan())
+        for step in (1, 2):
+            part.reserve(step)
+        part.close()
+    whole = books.path.read_bytes()
     with contextlib.closing(sqlite3.connect(books.path)) as db:
         db.execute("PRAGMA writable_schema = ON")
         db.execute(change)
         db.commit()
-    with pytest.raises(LedgerError, match=told):
-        make(tmp_path).runs()
+    damaged = books.path.read_bytes()
+    for use in (lambda: make(tmp_path).runs(), lambda: open_run(make(tmp_path), "third", plan())):
+        with pytest.raises(LedgerError, match=told):
+            use()
+    assert books.path.read_bytes() == damaged
+    books.path.write_bytes(whole)
+    assert make(tmp_path).spent().epsilon == plan().epsilon(DELTA, steps=4)
+
+
+def test_a_run_that_is_damaged_while_it_goes_on_books_no_more(tmp_path):
+    """What others have changed is not sealed by the next stretch, nor at the end; and the others go on."""
+    books = make(tmp_path)
+    run, other = private(books, steps=20), private(books, "second", steps=20)
+    some_steps(run, 3)
+    with contextlib.closing(sqlite3.connect(books.path, isolation_level=None)) as db:
+        db.execute("UPDATE stretches SET last = last - 1 WHERE last = 3 AND run = 1")
+    with pytest.raises(LedgerError, match=r"the run 'first' or a stretch of it is not as it was written.*or released"):
+        some_steps(run, 1)
+    assert run.steps_taken == 3
+    some_steps(other, 2)
+    run.close()
+    with pytest.raises(LedgerError, match=r"the run 'first' or a stretch of it is not as it was written"):
+        books.runs()
+
+
+def test_no_flipped_bit_changes_what_a_ledger_says(tmp_path):
+    """One of every byte that is used: it is refused in words, or nothing that is said changes."""
+    books = make(tmp_path)
+    for name in ("first", "second"):
+        part = open_run(books, name, plan(steps=3))
+        part.reserve(1)
+        part.close()
+
+    def told():
+        found = make(tmp_path)
+        return found.epsilon, found.delta, found.runs()
+
+    whole, right, refused = books.path.read_bytes(), told(), 0
+    used = [place for place, byte in enumerate(whole) if byte]
+    for number, place in enumerate(used):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << number % 8
+        books.path.write_bytes(flipped)
+        try:
+            assert told() == right, (place, number % 8)
+        except LedgerError as error:
+            assert "othing was changed" in str(error) or "nothing was released" in str(error)
+            refused += 1
+        for beside in tmp_path.glob("patients.ledger-*"):
+            beside.unlink()
+    assert refused > 0.5 * len(used)
 
 
 def test_a_total_stays_as_it_was(tmp_path):
@@ -800,6 +919,10 @@ def test_what_is_known_of_a_run_must_stay(tmp_path):
     for name in ("", "x" * 201, 5):
         with pytest.raises(ValueError, match=r"'run' parameter of privatize must be a name of 1 to 200 characters"):
             private(books, name)
+    with pytest.raises(ValueError, match=r"must be a name of whole characters. Got 'a\\ud83d' instead. Half of"):
+        private(books, "a\ud83d")
+    private(books, "a\N{GRINNING FACE}").close()
+    assert [run.name for run in books.runs()] == ["first", "a\N{GRINNING FACE}"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

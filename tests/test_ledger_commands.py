@@ -6,7 +6,7 @@ import pytest
 
 from dpscale.booking import open_run
 from dpscale.lab.ledgers import spent_over_time
-from dpscale.ledger import Ledger
+from dpscale.ledger import Ledger, seal
 
 from .helpers import plan, refuse, run
 
@@ -64,6 +64,7 @@ def test_a_crash_is_shown(path):
     part.close()
     with books.writing() as db:  # as a process that was killed leaves it
         db.execute("UPDATE stretches SET state = 'reserved', last = 9 WHERE last = 3")
+        seal(db, 1)
     text = run("ledger", "show", path).stdout
     assert "7 steps were charged after crashes: they were reserved, and perhaps not all released." in text
     (row,) = json.loads(run("ledger", "show", path, "--json").stdout)["runs"]
@@ -83,6 +84,8 @@ def test_a_picture_shows_what_was_spent_at_each_moment(path):
     with books.writing() as db:
         for number in range(1, 6):
             db.execute("UPDATE stretches SET begun = ? WHERE id = ?", (f"2026-01-0{number}T00:00:00+00:00", number))
+        seal(db, 1)
+        seal(db, 2)
     moments, spent = spent_over_time(books, books.runs())
     assert [moment.day for moment in moments] == [1, 2, 3, 4, 5]
     assert spent == [PLAN.epsilon(1e-3, steps=steps) for steps in range(1, 6)]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpscale
-from dpscale import checkpoint
+from dpscale import checkpoint, files
 from dpscale.momentum import MOMENTA
 from dpscale.sampling import SAMPLERS
 from dpscale.scaling import RULES
@@ -435,7 +435,7 @@ def test_a_checkpoint_that_was_edited_is_refused(change, tmp_path):
     change(values)
     header["__metadata__"]["values"] = json.dumps(values)
     if change is not other_lr:
-        header["__metadata__"]["sum"] = checkpoint.checksum(json.dumps(values))
+        header["__metadata__"]["sum"] = files.checksum(json.dumps(values))
     edited = json.dumps(header).encode()
     (tmp_path / "run").write_bytes(struct.pack("<Q", len(edited)) + edited + content[8 + length :])
     again = private()
@@ -477,6 +477,17 @@ def test_a_folder_that_cannot_be_written_is_said():
     run = private()
     with pytest.raises(OSError, match=r"/proc/run could not be written.*No file was left behind"):
         run.save("/proc/run")
+
+
+def test_a_name_that_could_not_be_read_again_is_refused(tmp_path):
+    """One of bytes that are no UTF-8, as file systems allow it."""
+    run = private()
+    some_steps(run, 1)
+    with pytest.raises(ValueError, match=r"'path' parameter of save must be a name in UTF-8.*Nothing was written"):
+        run.save(tmp_path / os.fsdecode(b"run\xff"))
+    assert not os.listdir(tmp_path)
+    run.save(tmp_path / "lauf-ü", extra="\ud800")
+    assert private().load(tmp_path / "lauf-ü") == "\ud800"
 
 
 def test_values_of_every_kind_come_back(tmp_path):

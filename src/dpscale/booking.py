@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpscale import ledger as ledgers
 from dpscale.checks import require
-from dpscale.files import try_lock
+from dpscale.files import is_unicode, try_lock
 from dpscale.ledger import BudgetExhausted, Ledger, LedgerError, now
 from dpscale.plan import Plan
 from dpscale.sampling import SAMPLERS
@@ -37,6 +37,8 @@ def open_run(ledger: Ledger, name: str | None, plan: Plan, selection: "Selection
     _settle_later()
     name = f"run-{now()[:10]}-{secrets.token_hex(4)}" if name is None else name
     require(isinstance(name, str) and 0 < len(name) <= 200, "privatize", "run", "a name of 1 to 200 characters", name)
+    action = "Half of a character cannot be written down."
+    require(is_unicode(name), "privatize", "run", "a name of whole characters", name, action)
     known, action = type(plan.sampling) in SAMPLERS.values(), "The price of others is not known."
     require(known, "privatize", "plan", "with a sampler of dpscale, to be booked", plan.sampling, action)
     plain = plan.to_dict() | ({} if selection is None else {"selection": selection.to_dict()})
@@ -49,7 +51,7 @@ def open_run(ledger: Ledger, name: str | None, plan: Plan, selection: "Selection
             ledger.require_fitting(name, plain, runs)  # takes a while, in which others may write
             with ledger.writing() as db:
                 if _admissions(db) == admissions:  # nobody else was admitted meanwhile
-                    crashed = _admit(db, name, plain, owner)
+                    crashed = _admit(ledger, db, name, plain, owner)
                     # Those that do not count with their whole plans must be admitted anew before they go on.
                     ended = [(run.name,) for run in runs if not run.live and run.name != name]
                     db.executemany("UPDATE runs SET owner = NULL WHERE name = ?", ended)
@@ -181,11 +183,13 @@ class Booking:
                     f"Another process has taken the run {self.name!r}, or took it for ended, as its lock was gone. "
                     "Nothing was released. Call privatize() anew, and load its checkpoint."
                 )
-            db.execute("UPDATE stretches SET state = 'confirmed' WHERE id = ?", (self._held.stretch,))
-            row = db.execute(
-                "INSERT INTO stretches (run, first, last, lost, state, begun) VALUES (?, ?, ?, ?, ?, ?)",
-                (*number, first, last, self.lost, state, now()),
-            ).lastrowid
+            with self.ledger.changing(db, *number):
+                told = "UPDATE stretches SET state = 'confirmed' WHERE id = ? AND run = ?"
+                db.execute(told, (self._held.stretch, *number))
+                row = db.execute(
+                    "INSERT INTO stretches (run, first, last, lost, state, begun) VALUES (?, ?, ?, ?, ?, ?)",
+                    (*number, first, last, self.lost, state, now()),
+                ).lastrowid
         assert row is not None
         return row
 
@@ -215,21 +219,26 @@ def _take(ledger: Ledger, name: str) -> int:
     )
 
 
-def _admissions(db: sqlite3.Connection) -> int:
-    return int(db.execute("SELECT admissions FROM total").fetchone()[0])
+def _admissions(db: sqlite3.Connection) -> object:
+    return db.execute("SELECT admissions FROM total").fetchone()
 
 
-def _admit(db: sqlite3.Connection, name: str, plan: Mapping[str, Any], owner: str) -> int:
+def _admit(ledger: Ledger, db: sqlite3.Connection, name: str, plan: Mapping[str, Any], owner: str) -> int:
     """Make the run this process's. What another has reserved and not confirmed stays charged; how many steps."""
     db.execute("UPDATE total SET admissions = admissions + 1")
-    db.execute(
-        "INSERT INTO runs (name, plan, begun, owner) VALUES (?, ?, ?, ?) "
-        "ON CONFLICT (name) DO UPDATE SET owner = excluded.owner",
-        (name, json.dumps(plan), now(), owner),
-    )
-    which = "FROM stretches WHERE state = 'reserved' AND run = (SELECT id FROM runs WHERE name = ?)"
-    (crashed,) = db.execute(f"SELECT coalesce(sum(last - first), 0) {which}", (name,)).fetchone()
-    db.execute(f"UPDATE stretches SET state = 'charged' WHERE id IN (SELECT id {which})", (name,))
+    found = db.execute("SELECT id FROM runs WHERE name = ?", (name,)).fetchone()
+    if found is None:
+        told = "INSERT INTO runs (name, plan, begun, sum) VALUES (?, ?, ?, '')"
+        number = db.execute(told, (name, json.dumps(plan), now())).lastrowid
+        assert number is not None
+        ledgers.seal(db, number)
+    else:
+        (number,) = found
+    with ledger.changing(db, number):
+        db.execute("UPDATE runs SET owner = ? WHERE id = ?", (owner, number))
+        which = "FROM stretches WHERE state = 'reserved' AND run = ?"
+        (crashed,) = db.execute(f"SELECT coalesce(sum(last - first), 0) {which}", (number,)).fetchone()
+        db.execute(f"UPDATE stretches SET state = 'charged' WHERE id IN (SELECT id {which})", (number,))
     return int(crashed)
 
 
@@ -242,9 +251,13 @@ def _confirm(held: _Held) -> None:
         # First of all the stretch is used no more, whatever interrupts what follows: the next step reserves another.
         stretch, held.stretch, held.last = held.stretch, None, -1
         with held.ledger.writing() as db:
+            number = db.execute("SELECT id FROM runs WHERE owner = ?", (held.owner,)).fetchone()
+            if number is None:  # another process has it now, and charges what was reserved
+                return
             # Not before its begin: what interrupts a reservation leaves the position of the step before.
-            told = "UPDATE stretches SET state = 'confirmed', last = max(first, ?) WHERE id = ?"
-            db.execute(told, (held.position, stretch))
+            told = "UPDATE stretches SET state = 'confirmed', last = max(first, ?) WHERE id = ? AND run = ?"
+            with held.ledger.changing(db, *number):
+                db.execute(told, (held.position, stretch, *number))
 
 
 def _give_back(held: _Held) -> None:

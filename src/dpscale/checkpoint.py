@@ -3,7 +3,6 @@
 The file is one of safetensors. The values lie in its header as JSON; where a value is a tensor, the JSON has its name.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -15,7 +14,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from dpscale.files import clear, locked, replacing
+from dpscale.checks import require
+from dpscale.files import checksum, clear, is_unicode, locked, replacing
 
 FORMAT = "dpscale-checkpoint-1"
 
@@ -25,6 +25,8 @@ def write(path: Path, value: Any) -> None:
 
     Only this user may read it.
     """
+    action = "Under another it could be written, and not be read again. Nothing was written."
+    require(is_unicode(str(path)), "save", "path", "a name in UTF-8", str(path), action)
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(_plain(value, tensors, "checkpoint"), allow_nan=False)
     try:
@@ -59,11 +61,6 @@ def read(path: Path) -> Any:
         return _nested(json.loads(header["values"]), tensors)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged, or no checkpoint: {error!r}.") from error
-
-
-def checksum(text: str) -> str:
-    """What tells that a text is not as it was written. It stops no one who means to change it."""
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _plain(value: Any, tensors: dict[str, Tensor], path: str) -> Any:

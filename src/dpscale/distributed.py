@@ -10,7 +10,7 @@ rank that dies is noticed at once, and no GPU is waited for.
 """
 
 import gc
-import hashlib
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,11 +27,14 @@ from torch.utils.data import Dataset
 from dpscale.checks import out_of_memory, require
 from dpscale.engine.compat import all_gather, group_timeout, is_sharded, tree_leaves, tree_map
 from dpscale.engine.verify.randomness import own_randomness
+from dpscale.files import checksum
 from dpscale.noise import Key
 from dpscale.sampling import Indices
 from dpscale.sharding import Shards, as_shard, buckets
 
 T = TypeVar("T")
+
+log = logging.getLogger("dpscale")
 
 FETCHED = 32
 """Samples that are compared between ranks."""
@@ -57,6 +60,8 @@ _ADVICE = {
     "part of a tensor-parallel model, is not known here.",
     "values": "Call torch.manual_seed(0) before the model is built, load one checkpoint on every rank, or wrap it in "
     "DistributedDataParallel, which copies rank 0's. Change weights and learning rates alike on every rank.",
+    "buffers": "The run goes on: a forward may count itself, and a rank without rows runs none. But each computes with "
+    "its own, and the first one's are saved. Change buffers alike on every rank.",
     "data": "Give every rank the whole data set, in the same order: a rank takes its rows of each draw by itself.",
     "call": "Run the same script on every rank, without calls that only some of them make: save() too, which writes on "
     "the first rank alone.",
@@ -96,6 +101,7 @@ class Ranks:
     def __init__(self, model: nn.Module, group: Any = None) -> None:
         self.rank, self.size, self.public = 0, 1, False
         self._lost: str | None = None
+        self._warned = False
         self._shards: Shards | None = None
         if not (distributed.is_available() and distributed.is_initialized()):
             _require_no_launcher()
@@ -179,8 +185,14 @@ class Ranks:
                     self._exchange(call, True, {"call": call}, f"{type(error).__name__}: {error}")
             raise
         answers = self._exchange(call, False, said, None)
-        if answers is not None:
-            raise RuntimeError(_difference(call, answers))
+        if answers is None:
+            return
+        name, told = _difference(call, answers)
+        if name != "buffers":
+            raise RuntimeError(f"Nothing was released: {told}")
+        if not self._warned:
+            self._warned = True
+            log.warning("dpscale: %s", told)
 
     def meet(self, call: str) -> None:
         """All ranks must have come to this call. Never within `together`, where some of them would leave before."""
@@ -191,7 +203,7 @@ class Ranks:
         self, call: str, failed: bool, said: Mapping[str, Any], error: str | None
     ) -> list[tuple[Mapping[str, Any], str | None]] | None:
         """What every rank has to say if one has failed or they disagree; else None."""
-        number = int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=8).digest()) >> 2
+        number = _number(said)
         told = torch.tensor([failed, number, -number], device="cpu")
         answers: list[Any] = [None] * self.size
         with self._talking(f"{call}()", "Nothing was released."):
@@ -369,6 +381,10 @@ class Ranks:
             shared = [trained[step % len(trained)].flatten()[:GLANCED_AT]]
         return Digest(shared)
 
+    def buffers(self, model: nn.Module, step: int) -> dict[str, int]:
+        """What tells the values of buffers apart, at steps 0, 1, 2, 4, …"""
+        return {} if self.size == 1 or step & (step - 1) else {"buffers": int(Digest(model.buffers()))}
+
     @contextmanager
     def on_public_data(self) -> Iterator[None]:
         """Wrappers do within what they do without a private run."""
@@ -423,19 +439,21 @@ class _Bypass:
         return (self.forward if ranks is None or ranks.public else self._wrapper.module)(*args, **kwargs)
 
 
-def _difference(call: str, answers: list[tuple[Mapping[str, Any], str | None]]) -> str:
-    """In words: who failed, or in what ranks differ."""
+def _difference(call: str, answers: list[tuple[Mapping[str, Any], str | None]]) -> tuple[str, str]:
+    """In what ranks differ, and the same in words; or who failed. Buffers only if in nothing else."""
     failed = [(rank, said["call"], error) for rank, (said, error) in enumerate(answers) if error is not None]
     if failed:
         rank, where, error = failed[0]
         more = f" {len(failed) - 1} more failed." if failed[1:] else ""
-        return f"Nothing was released: rank {rank} failed in {where}(), so no rank goes on.{more} Its error: {error}"
+        return "error", f"rank {rank} failed in {where}(), so no rank goes on.{more} Its error: {error}"
     said = [terms for terms, _ in answers]
-    name = next(n for n in (*said[0], *said[-1]) if any(terms.get(n) != said[0].get(n) for terms in said))
+    names = dict.fromkeys(n for terms in said for n in terms)
+    differing = [n for n in names if any(terms.get(n) != said[0].get(n) for terms in said)]
+    name = min(differing, key=lambda n: n == "buffers")
     rank = next(r for r, terms in enumerate(said) if terms.get(name) != said[0].get(name))
     pair = _first_difference(said[0].get(name), said[rank].get(name))
     shown = "" if any(isinstance(each, int) and abs(each) > 2**32 for each in pair) else ": {} and {}".format(*pair)
-    return f"Nothing was released: ranks 0 and {rank} disagree in {call}() about {name!r}{shown}. {_ADVICE[name]}"
+    return name, f"ranks 0 and {rank} disagree in {call}() about {name!r}{shown}. {_ADVICE[name]}"
 
 
 def _first_difference(a: Any, b: Any) -> tuple[Any, Any]:
@@ -500,8 +518,12 @@ def data_terms(dataset: Dataset[Any]) -> tuple[Any, ...]:
         one = [leaves_told(dataset[k]) for k in places]
     with own_randomness(0):
         other = [leaves_told(dataset[k]) for k in places]
-    number = int.from_bytes(hashlib.blake2b(repr(one).encode(), digest_size=8).digest())
-    return size, number if one == other else None
+    return size, _number(one) if one == other else None
+
+
+def _number(told: Any) -> int:
+    """One that tells plain values apart, of 60 bits."""
+    return int(checksum(repr(told))[:15], 16)
 
 
 def leaves_told(value: Any) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
-"""Files that are written whole or not at all, and locks that end with their process."""
+"""Files that are written whole or not at all, checksums of what is in them, and locks that end with their process."""
 
+import hashlib
 import os
 import re
 import tempfile
@@ -50,6 +51,16 @@ def clear(path: Path) -> None:
         if ours.fullmatch(left.name):
             with suppress(OSError):
                 left.unlink()
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: Python reads a byte that is none as half of a character."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def checksum(text: str) -> str:
+    """What tells that a text is not as it was written. It stops no one who means to change it."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @contextmanager

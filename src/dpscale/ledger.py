@@ -37,13 +37,15 @@ if TYPE_CHECKING:
 PAID = "paid searches, by Rényi DP"
 """What searches are called where costs are told."""
 
-VERSION = 1
+VERSION = 2
 _MARK = 0x64707363  # "dpsc", in the header of the file
 _PATIENCE = 60.0  # seconds to wait for other processes
 _TABLES = (
-    "total (epsilon REAL NOT NULL, delta REAL NOT NULL, admissions INTEGER NOT NULL)",
-    # The owner is a token of the process that has the run, NULL when it was closed.
-    "runs (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, plan TEXT NOT NULL, begun TEXT NOT NULL, owner TEXT)",
+    "total (epsilon REAL NOT NULL, delta REAL NOT NULL, sum TEXT NOT NULL, admissions INTEGER NOT NULL)",
+    # The owner is a token of the process that has the run, NULL when it was closed. The sum is a checksum of the rest
+    # and of the stretches: the database does not see a bit that flips in a number. No index is there to be damaged.
+    "runs (id INTEGER PRIMARY KEY, name TEXT NOT NULL, plan TEXT NOT NULL, begun TEXT NOT NULL, sum TEXT NOT NULL, "
+    "owner TEXT)",
     "stretches (id INTEGER PRIMARY KEY, run INTEGER NOT NULL REFERENCES runs (id), first INTEGER NOT NULL, "
     "last INTEGER NOT NULL, lost INTEGER NOT NULL, state TEXT NOT NULL, begun TEXT NOT NULL, "
     "CHECK (0 <= first AND first <= last AND lost >= 0))",
@@ -225,10 +227,7 @@ class Ledger:
             raise NotImplementedError("A ledger needs file locks (flock), which this system does not have.")
         self._make(epsilon, delta)
         with self.reading() as db:
-            total = db.execute("SELECT epsilon, delta FROM total").fetchone()
-        if total is None:
-            raise _damaged(self.path, "it has no total")
-        self.epsilon, self.delta = total
+            self.epsilon, self.delta = self._total(db)
         for name, asked, there in (("epsilon", epsilon, self.epsilon), ("delta", delta, self.delta)):
             action = "A total cannot be changed afterwards. Leave it out, or begin another ledger for other data."
             require(asked in (None, there), "Ledger", name, f"{there!r}, as in {self.path}", asked, action)
@@ -277,21 +276,43 @@ class Ledger:
 
     def rows(self, db: sqlite3.Connection, own: str | None = None) -> list[Run]:
         """The runs within a transaction. Its ``own`` run does not count as live to a process."""
-        found = {}
-        for number, name, plan, begun, owner in db.execute("SELECT id, name, plan, begun, owner FROM runs ORDER BY id"):
-            rows = db.execute(
-                "SELECT first, last, lost, state, begun FROM stretches WHERE run = ? ORDER BY id", (number,)
-            )
+        found: dict[str, Run] = {}
+        self._total(db)
+        for kept in self._as_written(db):
+            _, name, plan, begun = kept.row
             names = ("first", "last", "lost", "state", "begun")
-            stretches = tuple(Stretch(**dict(zip(names, row, strict=True))) for row in rows)
-            live = owner is not None and name != own and files.is_locked(self.lock_file(name))
+            stretches = tuple(Stretch(**dict(zip(names, row[2:], strict=True))) for row in kept.stretches)
+            live = kept.owner is not None and name != own and files.is_locked(self.lock_file(name))
             try:
                 plain = json.loads(plan)
                 _require_known(plain)
             except (KeyError, TypeError, ValueError) as error:
                 raise _damaged(self.path, f"the plan of the run {name!r}: {error!r}") from error
+            if name in found:
+                raise _damaged(self.path, f"two runs {name!r}")
             found[name] = Run(name=name, plan=plain, begun=begun, live=live, stretches=stretches)
         return list(found.values())
+
+    def _total(self, db: sqlite3.Connection) -> tuple[float, float]:
+        """ε and δ of all runs together."""
+        found = db.execute("SELECT epsilon, delta, sum FROM total").fetchall()
+        if len(found) != 1 or files.checksum(repr(found[0][:2])) != found[0][2]:
+            raise _damaged(self.path, "its total is missing, or not as it was written")
+        return found[0][:2]  # type: ignore[no-any-return]
+
+    def _as_written(self, db: sqlite3.Connection, number: int | None = None) -> Iterator["_Kept"]:
+        """What is kept of each run, or of one. Refused where it is not what was written."""
+        for kept in _kept(db, number):
+            if kept.sum != kept.found:
+                raise _damaged(self.path, f"the run {kept.row[1]!r} or a stretch of it is not as it was written")
+            yield kept
+
+    @contextlib.contextmanager
+    def changing(self, db: sqlite3.Connection, number: int) -> Iterator[None]:
+        """Within, rows of a run are written, if they are as they were left: no damage is sealed."""
+        list(self._as_written(db, number))
+        yield
+        seal(db, number)
 
     def lock_file(self, name: str) -> Path:
         """Whose lock says that a process has the run: it ends with the process, and knows of no clock."""
@@ -310,7 +331,7 @@ class Ledger:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with (
                     files.locked(self.path.parent),
-                    _translated(self.path),
+                    _translated(self.path, gone=False),
                     contextlib.closing(self._connect("rwc")) as db,
                 ):
                     if db.execute("PRAGMA user_version").fetchone() == (0,):
@@ -342,6 +363,7 @@ class Ledger:
         # One for each transaction: none is carried over a fork, or shared by threads. A file that is gone is not made.
         db = sqlite3.connect(f"{self.path.as_uri()}?mode={mode}", uri=True, timeout=_PATIENCE, isolation_level=None)
         db.execute("PRAGMA synchronous = FULL")
+        db.text_factory = lambda text: text.decode(errors="backslashreplace")  # what is damaged has a name still
         return db
 
     @contextlib.contextmanager
@@ -362,6 +384,38 @@ class Ledger:
                 db.execute("COMMIT")
             finally:
                 _writer.clear()
+
+
+class _Kept(NamedTuple):
+    """What lies in the file of a run: its row and those of its stretches, and the checksum that they had."""
+
+    row: tuple[Any, ...]
+    stretches: Sequence[tuple[Any, ...]]
+    sum: str
+    owner: str | None
+
+    @property
+    def found(self) -> str:
+        """The checksum that they have."""
+        return files.checksum(repr((self.row, self.stretches)))
+
+
+def _kept(db: sqlite3.Connection, number: int | None = None) -> list[_Kept]:
+    """Of each run, or of one."""
+    which = "coalesce(?, {0}) = {0} ORDER BY id"
+    stretches: dict[Any, list[tuple[Any, ...]]] = {}
+    for row in db.execute(
+        f"SELECT id, run, first, last, lost, state, begun FROM stretches WHERE {which.format('run')}", (number,)
+    ):
+        stretches.setdefault(row[1], []).append(row)
+    runs = db.execute(f"SELECT sum, owner, id, name, plan, begun FROM runs WHERE {which.format('id')}", (number,))
+    return [_Kept(tuple(row), stretches.get(row[0], []), told, owner) for told, owner, *row in runs]
+
+
+def seal(db: sqlite3.Connection, number: int) -> None:
+    """Write down the checksum of a run as it is now."""
+    (kept,) = _kept(db, number)
+    db.execute("UPDATE runs SET sum = ? WHERE id = ?", (kept.found, number))
 
 
 def _require_known(plan: Mapping[str, Any]) -> None:
@@ -432,7 +486,9 @@ def _create(db: sqlite3.Connection, epsilon: float | None, delta: float | None) 
     db.execute("BEGIN IMMEDIATE")
     for table in _TABLES:
         db.execute(f"CREATE TABLE {table}")
-    db.execute("INSERT INTO total VALUES (?, ?, 0)", (epsilon, delta))
+    assert epsilon is not None and delta is not None
+    given = float(epsilon), float(delta)
+    db.execute("INSERT INTO total VALUES (?, ?, ?, 0)", (*given, files.checksum(repr(given))))
     db.execute(f"PRAGMA application_id = {_MARK}")
     db.execute(f"PRAGMA user_version = {VERSION}")
     db.execute("COMMIT")
@@ -444,15 +500,19 @@ def now() -> str:
 
 
 @contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """Errors of the database in words: what is the matter, and that nothing was released."""
+def _translated(path: Path, gone: bool = True) -> Iterator[None]:
+    """Errors of the database in words: what is the matter, and that nothing was released.
+
+    Args:
+        gone: whether a file that is not there was there before.
+    """
     try:
         yield
     except UnicodeDecodeError as error:
         raise _damaged(path, str(error)) from error
     except sqlite3.Error as error:
         told = str(error)
-        if not path.exists() and path.parent.exists():
+        if gone and not path.exists() and path.parent.exists():
             why = f"The ledger {path} is gone. Bring it back: what it has charged must not be forgotten."
         elif "full" in told or "I/O" in told:
             why = f"The ledger {path} could not be written ({told}): is the disk full? Make room, and go on."

@@ -538,7 +538,7 @@ class Private:
         so that on a GPU ranks exchange it while the sum is still being computed."""
         key = self._state.noise.key.derive("agreed")
         told = {"draw": draw.number, "steps taken": self.steps_taken, "key": key, "values": int(values)}
-        return {**self._described, **told}
+        return {**self._described, **told, **self._ranks.buffers(self.model, self.steps_taken)}
 
     def _book(self, draw: Draw, out: ScaledSum) -> StepReport:
         """In the ledger, on disk, before the draw is released. Where no sample has a gradient, the parameters may be
