@@ -1,7 +1,8 @@
 """Small models, one family per rule of the engine, drawn by hypothesis; and the two ways to compute a scaled sum."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,6 +300,19 @@ CASES: dict[type, st.SearchStrategy[Case]] = {
 """For every rule of the engine, models that use it."""
 
 
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Where a GPU computes float32 as float32, as matrix products do unless told otherwise: by default convolutions and
+    recurrent layers round to TF32 there, and no oracle does it in the same places. Bounds must hold either way."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@without_tf32()
 def check_equal(model, batch, rule, *, mask=None, points=None, loss=loss_fn, rtol=1e-9, followed=True):
     """The engine's sum, norms and weights are the oracle's; returns the engine's answer.
 

@@ -17,6 +17,7 @@ from dpscale.shapes import Sizes
 
 from ..helpers import data, loss_fn, mlp, vector
 from ..seeding import seeded
+from .cases import without_tf32
 
 N, BATCH = 400, 16
 RULE = dpscale.Clip(C=0.5)
@@ -168,6 +169,7 @@ def test_what_was_decided_by_the_size_of_the_example_holds_for_such_sizes_alone(
     (convolution, "CHUNK", 36**2, nn.Conv2d(16, 16, 3, padding=1), (16, 4, 4)),  # inner products of its pixels
     (linear, "CHUNK", 4 * 3, nn.Linear(4, 3), (8, 4)),  # its gradient
 ])  # fmt: skip
+@without_tf32()
 def test_what_is_chosen_by_the_memory_that_it_takes_is_chosen_for_all_sizes(
     monkeypatch, where, limit, numbers, layer, shape
 ):

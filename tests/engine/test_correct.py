@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, default_collate
 import dpscale
 from dpscale.engine.reference import reference_sum
 
+from .cases import without_tf32
 from .correct import CORRECT, OWN, batch_of, make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -55,6 +56,7 @@ def seed_everything(seed):
 
 
 @pytest.mark.parametrize("name", CORRECT)
+@without_tf32()
 def test_a_row_depends_on_itself_alone(name):
     """Without the engine: a row in a batch, among copies of another, and alone has one loss and one gradient."""
     case, model, batch, tolerance = prepared(name)
@@ -73,6 +75,7 @@ def test_a_row_depends_on_itself_alone(name):
 
 
 @pytest.mark.parametrize("name", CORRECT)
+@without_tf32()
 def test_what_private_steps_release_is_the_oracles(name):
     """At each step, looked at or not, the sum over the rows that were drawn. So a sample moves it by no more than its
     bound, and by nothing if it was not drawn, as a row depends on itself alone."""
@@ -108,6 +111,7 @@ def check_equal(case, model, batch, tolerance, out, sums):
 
 
 @pytest.mark.parametrize("name", [*OWN, "mixtral-wide"])
+@without_tf32()
 def test_rounding_is_no_reason_to_refuse(name):
     """In single precision a row's loss need not be the same to the bit in other company: rows that are gathered or
     packed run in products of another size."""
@@ -131,6 +135,7 @@ def test_some_correct_models_round_by_their_company():
 
 
 @pytest.mark.parametrize("name", SAME_DRAWS)
+@without_tf32()
 def test_random_numbers_of_its_own_are_those_of_a_plain_forward(name):
     """In train mode: norms and sums are autograd's on each loss of one forward that draws the same."""
     case, model, batch, tolerance = prepared(name)
@@ -169,6 +174,7 @@ def test_random_numbers_of_its_own_keep_the_bound(name):
 
 
 @pytest.mark.parametrize("name", OWN)
+@without_tf32()
 def test_anomaly_detection_may_be_on(name):
     """It raises on any NaN in a backward."""
     case, model, batch, tolerance = prepared(name)

@@ -178,6 +178,14 @@ def test_images_of_one_size_join_without_gradients():
     assert isinstance(total([one, Patches(randn(2, 1, 3, 7), randn(2, 1, 4, 6), *rest)]), Dense)
 
 
+@pytest.fixture
+def on_the_cpu():
+    """Whatever device the tests are run on: what is tested is done there alone."""
+    with torch.device("cpu"):
+        yield
+
+
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no CPU library for it here")
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("images", [1, 3])

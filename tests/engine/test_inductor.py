@@ -114,7 +114,7 @@ def test_rows_are_added_to_the_sum_they_are_added_to(turned):
     """Without zeros in between, whichever of the two comes first."""
 
     def function(x, index, values):
-        table = torch.ops.aten.full([5, 3], 0, dtype=torch.float32, device="cpu")
+        table = torch.ops.aten.full([5, 3], 0, dtype=torch.float32, device=x.device)
         rows = aten.index_put(table, [index], values, True)
         return (2 * x + rows,) if turned else (rows + 2 * x,)
 
@@ -129,7 +129,7 @@ def test_rows_elsewhere_are_left_alone(case):
     """Where it would be another result."""
 
     def function(x, index, values):
-        table = torch.ops.aten.full([5, 3], int(case == "not zero"), dtype=torch.float32, device="cpu")
+        table = torch.ops.aten.full([5, 3], int(case == "not zero"), dtype=torch.float32, device=x.device)
         rows = aten.index_put(table, [index], values, case != "written over")
         both = rows + (rows if case == "itself" else x[:1] if case == "shape" else x)
         return (both, rows.cos()) if case == "used again" else (both,)
