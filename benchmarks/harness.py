@@ -26,7 +26,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -417,33 +417,8 @@ def in_turn(jobs: Sequence[Job], environment: Mapping[str, str], until: float = 
         print(f"  {';'.join(job.items)}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
-class Room:
-    """How many processes may be at work at once, and how much memory of the device they may hold together."""
-
-    def __init__(self, processes: int, gib: float) -> None:
-        self._free, self._gib, self._held, self._changed = processes, gib, 0.0, threading.Condition()
-
-    @contextlib.contextmanager
-    def taken(self, gib: float, until: float) -> Iterator[bool]:
-        """Wait for a place; whether there is one before time is over. What needs more than all is alone."""
-
-        def fits() -> bool:
-            return self._free > 0 and (self._held == 0 or self._held + gib <= self._gib)
-
-        with self._changed:
-            left = min(until - time.monotonic(), threading.TIMEOUT_MAX)
-            found = self._changed.wait_for(fits, left) and left > 0
-            self._free, self._held = self._free - found, self._held + found * gib
-        try:
-            yield found
-        finally:
-            with self._changed:
-                self._free, self._held = self._free + found, self._held - found * gib
-                self._changed.notify_all()
-
-
 def ahead(jobs: Mapping[str, Job], environment: Mapping[str, str], args: argparse.Namespace) -> dict[str, list[Row]]:
-    """Compile ahead: each job in a process of its own, some at once; those that hold most begin first.
+    """Compile ahead: each job in a process of its own, some at once, in this order where their memory allows it.
 
     One that fails is tried again when the others are done: their memory may have been what it lacked. All of them have
     ended when this returns, and what they held on the device is free.
@@ -451,19 +426,27 @@ def ahead(jobs: Mapping[str, Job], environment: Mapping[str, str], args: argpars
     found: dict[str, list[Row]] = {}
     start, until = time.monotonic(), args.until
     until = min(until, start + COMPILING * (until - start)) if until < math.inf else until
-    room = Room(args.warm, device_gib() * FILLED if args.device == "cuda" else math.inf)
+    room = device_gib() * FILLED if args.device == "cuda" else math.inf
 
     def compile_one(job: str) -> None:
-        with room.taken(jobs[job].gib, until) as fits:
-            begin = time.monotonic()
-            compiling = Job(jobs[job].items, [*jobs[job].flags, "--ahead"])
-            found[job] = list(rows(compiling, environment, until)) if fits else [{"error": LATE}]
+        begin = time.monotonic()
+        found[job] = list(rows(Job(jobs[job].items, [*jobs[job].flags, "--ahead"]), environment, until))
         failed = [row["error"] for row in found[job] if "error" in row]
         took = f"{time.monotonic() - begin:.0f} s{f' ({failed[0]})' if failed else ''}"
         print(f"  compiled ahead: {job}, {took}", file=sys.stderr, flush=True)
 
-    with ThreadPoolExecutor(max(1, len(jobs))) as pool:
-        list(pool.map(compile_one, sorted(jobs, key=lambda job: -jobs[job].gib)))
+    left, running = list(jobs), dict[Future[None], float]()
+    with ThreadPoolExecutor(args.warm) as pool:
+        while left or running:
+            free = room - sum(running.values())
+            fits = [job for job in left if not running or jobs[job].gib <= free]
+            if fits and len(running) < args.warm:
+                left.remove(fits[0])
+                running[pool.submit(compile_one, fits[0])] = jobs[fits[0]].gib
+            else:
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    del running[done]
+                    done.result()
     starved = ("memory", "ALLOC_FAILED", "died")
     for job in [j for j, got in found.items() if any(word in r.get("error", "") for r in got for word in starved)]:
         compile_one(job)

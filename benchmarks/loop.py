@@ -13,7 +13,7 @@ are per *expected* sample. Contenders take turns with the plain loop, so that a 
 is the median over *usual* rounds, those in which dpscale did not look at the model. What its looks cost stands apart:
 `checks` is the share of a run of 10,000 steps, from the looks so far and their mean time, at one look for each power of
 two from there on. (More are made, but only while all of them together stay under 2% of a run.) `to step` is the ratio
-to dpscale's step. `rows` is what dpscale computes per sample drawn. `host` is the time of the host without its waits
+to dpscale's first. `rows` is what dpscale computes per sample drawn. `host` is the time of the host without its waits
 for the device, on CUDA. Memory is that of a step at its peak, data included: of usual steps, and of one in which
 dpscale looked at the model. vmap(grad) goes in micro-batches.
 """
@@ -383,7 +383,7 @@ def measure(
                 row["error"] = harness.complaint(error)
         if base is None and found is None and contender in BASES and "error" not in row:
             base, found = loop, row
-        if "ratio" in row and (ours is not None or contender == "step"):
+        if "ratio" in row and (ours is not None or contender.startswith("step")):
             ours = ours or row["ratio"]
             row["to_step"] = row["ratio"] / ours
         loop = None
@@ -574,24 +574,27 @@ def main() -> None:
 
 
 def jobs_of(part: Part, args: argparse.Namespace) -> Iterator[Job]:
-    """A process for each model and precision, of what was asked for."""
+    """A process for each model and precision, of what was asked for; none where only the base of others is left."""
     contenders = [name for name in LOOPS if name in part.contenders and name in args.contenders]
+    if not contenders or (contenders == [part.contenders[0]] and len(part.contenders) > 1):
+        return
     for precision in part.precisions:
         for name in part.models:
-            if name in args.models and contenders:
+            if name in args.models:
                 flags = ("--contenders", ",".join(contenders), *part.flags)
-                yield Job([f"{name}/{precision}"], flags, len(contenders), HELD.get(name, 0.0))
+                yield Job([f"{name}/{precision}"], flags, len(contenders), HELD.get(name, {}).get(precision, 0.0))
 
 
 def compilations(jobs: list[Job]) -> dict[str, Job]:
-    """Every compiled contender of the jobs, each alone."""
+    """Every compiled contender of the jobs, each alone, the slowest first."""
     found: dict[str, Job] = {}
-    for contender in LOOPS:
-        for job in jobs:
+    for name in [*HELD, *(name for name in TASKS if name not in HELD)]:
+        for contender in sorted(LOOPS, key=lambda loop: "step" not in loop):
             compiles = "compiled" in contender or ("step" in contender and "eager" not in contender)
-            if compiles and contender in job.flags[1].split(","):
-                gib = job.gib / (1 if contender == "step" else 3)
-                found[f"{job.items[0]}/{contender}"] = Job(job.items, ("--contenders", contender), 1, gib)
+            for job in jobs if compiles else []:
+                if job.items[0].split("/")[0] == name and contender in job.flags[1].split(","):
+                    gib = job.gib / (1 if contender == "step" else 3)
+                    found[f"{job.items[0]}/{contender}"] = Job(job.items, ("--contenders", contender), 1, gib)
     return found
 
 
