@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: demo test test-compiled lint bench docs clean
+.PHONY: demo test test-compiled lint bench bench-gpu docs clean
 
 demo: $(VENV)/.lab            ## compare the methods on handwritten digits; writes runs/digits/report.html
 	$(BIN)/dpscale compare digits --diagnostics --out runs/digits
@@ -23,6 +23,10 @@ lint: $(VENV)/.test           ## style and types
 bench: $(VENV)/.bench         ## whole loops beside plain PyTorch and Opacus, and what both do with awkward models
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/peers.py
+
+bench-gpu: $(VENV)/.bench     ## on a GPU: what docs/performance.md shows, and how the cost grows
+	$(BIN)/python benchmarks/loop.py --device cuda --campaign --warm 16
+	$(BIN)/python benchmarks/growth.py --device cuda --precision tf32 --warm 12 --json docs/figures/growth.json
 
 docs: $(VENV)/.docs           ## the pages as a site: open site/index.html, no server needed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -1,40 +1,51 @@
-"""How the cost of a private step grows with the batch, the sequence, the width and the number of parameter tensors.
+"""How the cost of a private loop grows with the batch, the sequence, the width, the layers and the size of the data.
 
-    python benchmarks/growth.py
-    python benchmarks/growth.py --device cuda --precision tf32 --warm 8
-    python benchmarks/growth.py --modes eager --only T
+    python benchmarks/growth.py --json docs/figures/growth.json                        # small sizes on the CPU
+    python benchmarks/growth.py --device cuda --precision tf32 --warm 12 --json docs/figures/growth.json
+    python docs/make_figures.py                                                        # and one picture of it
 
-One quantity grows at a time, from a stack of residual linear layers over sequences (two tensors each). A step is
-forward, backward, scaling, noise and update on one batch. Eager is compared with eager and compiled with compiled, in
-turns; a ratio is the median over rounds.
+One quantity grows at a time, from a stack of residual linear layers over sequences. A step is what users write, as in
+loop.py: draw by Poisson, index, forward, backward, scaling, noise, update; beside the compiled plain loop, in turns. A
+ratio is the median over rounds in which dpscale did not look at the model. N grows over short, narrow samples, so that
+ten million of them fit into memory. `draw` is drawing the indices alone.
 """
 
 import argparse
-import statistics
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import dpscale
 import harness
-from contenders import ours, plain
-from harness import Row, Step, Table, figure
+import loop
+from harness import Row, Table, figure
+from loop import Setting
+from models import Task
 
 BASE = {
     "cpu": {"B": 32, "T": 32, "width": 128, "layers": 4},
     "cuda": {"B": 64, "T": 128, "width": 512, "layers": 4},
 }
+SHORT = {"T": 1, "width": 64}
+"""Of the samples of which there are many."""
 GROWTH = {
-    "cpu": {"B": (8, 32, 128, 512), "T": (1, 8, 32, 128, 512), "width": (32, 128, 512), "layers": (1, 4, 16, 64)},
-    "cuda": {
-        "B": (8, 64, 512, 2048),
-        "T": (1, 8, 32, 128, 512, 2048),
-        "width": (128, 512, 2048),
-        "layers": (1, 4, 16, 64),
+    "cpu": {
+        "B": (8, 32, 128), "T": (1, 8, 32, 128), "width": (32, 128, 512), "layers": (1, 4, 16),
+        "N": (10**3, 10**4, 10**5, 10**6),
     },
-}
-MODES = ("eager", "compiled")
+    "cuda": {
+        "B": (8, 64, 512, 4096), "N": (10**3, 10**4, 10**5, 10**6, 10**7), "T": (1, 16, 128, 1024),
+        "width": (128, 512, 2048), "layers": (1, 4, 16, 64),
+    },
+}  # fmt: skip
+DRAWS = 200
 
 
 class Residual(nn.Module):
@@ -48,79 +59,69 @@ class Residual(nn.Module):
         return x + F.gelu(self.linear(x))
 
 
-class Stack:
-    """A task of `step`: layers of width × width over (B, T, width), one loss per sample."""
+@dataclass(frozen=True)
+class Stack(Task):
+    """Layers of width × width over samples of (T, width), one loss per sample."""
+
+    def data(self, device: str) -> tuple[Tensor, Tensor]:
+        return torch.randn(self.batch, *self.shape, device=device), torch.zeros(self.batch, device=device)
 
     def losses(self, out: Tensor, y: Tensor) -> Tensor:
         return out.float().square().mean((1, 2)) + 0 * y
 
 
-def step_of(mode: str, private: bool, size: dict[str, int], args: argparse.Namespace, precision: str) -> Step:
+def names(device: str) -> list[str]:
+    """The points of the picture, such as 'T=1024'. The one that panels have in common comes first, once."""
+    grown = [f"{what}={value}" for what, values in GROWTH[device].items() for value in values]
+    return ["base", *(name for name in grown if size_of(name, device) != size_of("base", device))]
+
+
+def size_of(name: str, device: str) -> dict[str, int]:
+    """Every quantity at a point."""
+    what, _, value = name.partition("=")
+    size = BASE[device] | (SHORT if what == "N" else {}) | ({what: int(value)} if value else {})
+    return {"N": 8 * size["B"]} | size
+
+
+def setting_of(name: str, precision: str, args: argparse.Namespace) -> Setting:
+    size = size_of(name, args.device)
+    width, layers = size["width"], size["layers"]
+    task = Stack(
+        lambda: nn.Sequential(*(Residual(width) for _ in range(layers))), (size["T"], width), size["B"], classes=0
+    )
     torch.manual_seed(0)
-    width = size["width"]
-    layers = [Residual(width) for _ in range(size["layers"])]
-    x = torch.randn(size["B"], size["T"], width, device=args.device)
-    y = torch.zeros(size["B"], device=args.device)
-    make = (ours if private else plain)(mode == "compiled")
-    return make(Stack(), nn.Sequential(*layers).to(args.device), x, y, harness.casting(args.device, precision))
+    data = TensorDataset(*replace(task, batch=size["N"]).data(args.device))
+    return Setting(task, task.make().to(args.device), data, harness.casting(args.device, precision), args)
 
 
-def measure(item: str, args: argparse.Namespace) -> Iterator[Row]:
-    precision, name = item.split("/")
-    harness.use(precision)
-    what, value = name.split("=")
-    size = BASE[args.device] | {what: int(value)}
-    row: Row = {}
-    for mode in args.modes:
-        if args.ahead and mode == "eager":
-            continue
-        try:
-            steps = [step_of(mode, private, size, args, precision) for private in (False, True)]
-            for step in steps:
-                step()
-                step()
-            harness.insist_compiled()
-            if not args.ahead:
-                base, private = harness.turns(steps, args.device, args.rounds)
-                row[f"{mode}_plain_ms"], row[f"{mode}_ms"] = (1e3 * statistics.median(t) for t in (base, private))
-                row[f"{mode}_ratio"], *row[f"{mode}_quartiles"] = harness.median_ratio(private, base)
-        except Exception as error:
-            harness.NOTES.said.clear()
-            row[f"{mode}_error"] = harness.complaint(error)
-        steps = []
-        harness.release(args.device)
-    if any(f"{mode}_error" in row for mode in args.modes):
-        row["note"] = "; ".join(row[f"{mode}_error"] for mode in args.modes if f"{mode}_error" in row)
-    yield row
+def drawing(size: dict[str, int]) -> float:
+    """Seconds of a draw: the median of many."""
+    draws = dpscale.Poisson(size=size["N"], batch=size["B"]).draws(np.random.default_rng(0))
+    return float(np.median(np.diff([time.perf_counter() for _ in islice(draws, DRAWS)])))
 
 
-def columns(modes: list[str]) -> dict[str, tuple[int, object]]:
-    found = {
-        "grows": (8, lambda row: row["item"].split("/")[1].split("=")[0]),
-        "to": (6, lambda row: row["item"].split("=")[1]),
-        "precision": (9, lambda row: row["item"].split("/")[0]),
-    }
-    for mode in modes:
-        found |= {
-            f"plain {mode} ms": (17, figure(f"{mode}_plain_ms", ".2f")),
-            f"dpscale {mode} ms": (19, figure(f"{mode}_ms", ".2f")),
-            f"{mode} ratio": (14, figure(f"{mode}_ratio", ".2f")),
-        }
-    return found | {"note": (4, lambda row: row.get("note") or " ")}
+def measured(item: str, args: argparse.Namespace) -> Iterator[Row]:
+    size = size_of(item.split("/")[0], args.device)
+    for row in loop.measure(item, args, setting_of):
+        yield row | {"size": size} | ({} if args.ahead else {"draw_milliseconds": 1e3 * drawing(size)})
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__, rounds=15)
-    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
+    parser = harness.arguments(__doc__, rounds=5)
+    parser.add_argument("--steps", type=int, default=10, help="of a turn (%(default)s)")
+    parser.set_defaults(
+        contenders=["plain compiled", "step compiled"], run=None, first=False, loader=None, patience=1.5, peaks=0
+    )
     args = parser.parse_args()
-    args.modes = [mode for mode in MODES if mode in args.modes.split(",")]
     if args.items:
-        harness.serve(args, lambda item: measure(item, args))
+        harness.serve(args, lambda item: measured(item, args))
         return
-    names = [f"{what}={value}" for what, values in GROWTH[args.device].items() for value in values]
     print(f"{harness.machine(args)}, from {', '.join(f'{k} = {v}' for k, v in BASE[args.device].items())}")
-    table = Table(args, columns(args.modes), 3)
-    for row in harness.measured(args, harness.wanted(args, names)):
+    chosen = ("model", "precision", "loop", "B", "ms/step", "ratio", "quartiles", "rows", "host ms", "cold s", "note")
+    columns = {name: loop.COLUMNS[name] for name in chosen} | {"draw ms": (7, figure("draw_milliseconds", ".3f"))}
+    table = Table(args, columns, 3)
+    items = [f"{name}/{precision}" for precision in harness.precisions(args) for name in names(args.device)]
+    for row in harness.measured(args, [item for item in items if any(part in item for part in args.only.split(","))]):
         table.add(row)
 
 

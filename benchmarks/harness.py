@@ -4,7 +4,8 @@ A benchmark is a list of *items* (names) and a function that measures one of the
 the user starts measures nothing itself: it hands the items to a process of their own and prints the rows as they come.
 A row that fails is a row with an error; a process that dies (a device that is lost, a machine without memory left)
 costs the item at which it died, and another goes on with the rest. Compilations can be done ahead, several at once, by
-processes that share the compiler's cache on disk.
+processes that share the compiler's cache on disk and end before anything is timed. With `--minutes` a benchmark ends in
+time: what would not fit is a row that says so.
 """
 
 import argparse
@@ -13,17 +14,20 @@ import ctypes
 import gc
 import json
 import logging
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,14 @@ ROW, DONE = "@row ", "@done "
 """How a measuring process marks what it says, apart from what libraries print."""
 AGAIN = 75
 """Exit status of a process whose device is lost: the next item needs another one."""
+LATE = "no time was left"
+"""What stands in the place of a figure that would have taken longer than `--minutes`."""
+COMPILING = 0.5
+"""The part of the minutes that compiling ahead may take."""
+FILLED = 0.85
+"""The part of a device's memory that processes which compile at once may plan on."""
+GUESS = 12.0
+"""Seconds that a contender takes, as long as none has been timed."""
 
 
 # Precision, time and memory.
@@ -221,11 +233,19 @@ def arguments(description: str | None, **defaults: Any) -> argparse.ArgumentPars
     parser.add_argument("--cache", type=Path, help="keep the compiler's cache here and use what is there already")
     parser.add_argument("--threads", type=int, help="of the CPU; as many as there are cores unless told")
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub markdown")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the figures here, all of them after every row")
+    parser.add_argument(
+        "--minutes", dest="until", type=_until, default=math.inf, metavar="M", help="end within so many, from the start"
+    )
     parser.add_argument("--items", help=argparse.SUPPRESS)  # what the measuring process is given
     parser.add_argument("--ahead", action="store_true", help=argparse.SUPPRESS)  # only compile
     parser.set_defaults(**defaults)
     return parser
+
+
+def _until(minutes: str) -> float:
+    """The time, by the clock that only goes forward, at which so many minutes from now are over."""
+    return time.monotonic() + 60 * float(minutes)
 
 
 def precisions(args: argparse.Namespace) -> list[str]:
@@ -274,8 +294,20 @@ def insist_compiled() -> None:
             raise RuntimeError(text)
 
 
+def insist_whole() -> None:
+    """An error if a batch was divided because it did not fit beside what other processes hold."""
+    for text in NOTES.said:
+        if "do not fit into memory" in text:
+            raise RuntimeError(f"out of memory: {text}")
+
+
 def serve(args: argparse.Namespace, measure: Callable[[str], Iterator[Row]]) -> None:
-    """The measuring process: the rows of every item, one line each, with what the library said meanwhile."""
+    """The measuring process: the rows of every item, one line each, with what the library said meanwhile.
+
+    It begins when it is told to on its standard input: until then it has only loaded its libraries.
+    """
+    if not sys.stdin.readline():  # whoever started it is gone, or has no time for it
+        return
     warnings.filterwarnings("ignore")
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -299,13 +331,55 @@ def _say(mark: str, what: Any) -> None:
     print(f"\n{mark}{json.dumps(what)}", flush=True)  # on a line of its own, whatever a library has left open
 
 
-def rows(items: Sequence[str], environment: Mapping[str, str], *flags: str) -> Iterator[Row]:
-    """The rows of the items, as measured by this very program in processes of its own."""
-    left = list(items)
-    while left:
-        command = [sys.executable, *sys.argv, *flags, "--items", ";".join(left)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", env=dict(environment)) as process:
-            assert process.stdout is not None
+@dataclass(frozen=True)
+class Job:
+    """What one process measures, or compiles.
+
+    Attributes:
+        items: the names.
+        flags: options beside those of the command line; they count where both are given.
+        parts: how many contenders it measures; its time is guessed from that.
+        gib: about the memory of the device that it holds at its peak.
+    """
+
+    items: Sequence[str]
+    flags: Sequence[str] = ()
+    parts: int = 1
+    gib: float = 0.0
+
+
+def begun(job: Job, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """This very program in a process of its own, which waits to be told to measure."""
+    command = [sys.executable, *sys.argv, *job.flags, "--items", ";".join(job.items)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8", env=dict(environment))
+
+
+def dismissed(process: subprocess.Popen[str]) -> None:
+    """It ends without having measured anything."""
+    with process:
+        process.communicate("")
+
+
+def rows(
+    job: Job, environment: Mapping[str, str], until: float = math.inf, ready: subprocess.Popen[str] | None = None
+) -> Iterator[Row]:
+    """The rows of a job, as measured by this very program in processes of its own, until time is over.
+
+    Args:
+        ready: a process for the job that has begun already.
+    """
+    left = list(job.items)
+    while left and time.monotonic() < until:
+        process, ready = ready or begun(Job(left, job.flags), environment), None
+        late = threading.Timer(min(until - time.monotonic(), threading.TIMEOUT_MAX), process.kill)
+        late.daemon = True
+        with process:
+            assert process.stdin is not None and process.stdout is not None
+            late.start()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write("begin\n")
+                process.stdin.close()
             for line in process.stdout:
                 if line.startswith(ROW):
                     yield json.loads(line[len(ROW) :])
@@ -313,34 +387,74 @@ def rows(items: Sequence[str], environment: Mapping[str, str], *flags: str) -> I
                     left.remove(json.loads(line[len(DONE) :]))
                 elif line.strip():
                     print(line, end="", file=sys.stderr)
-        if left and process.returncode != AGAIN:
+        late.cancel()
+        if left and process.returncode != AGAIN and time.monotonic() < until:
             yield {"item": left.pop(0), "error": f"the measuring process died (exit status {process.returncode})"}
+    yield from ({"item": item, "error": LATE} for item in left)
 
 
-def ahead(
-    jobs: Mapping[str, tuple[Sequence[str], Sequence[str]]], environment: Mapping[str, str], at_once: int
-) -> dict[str, list[Row]]:
-    """Compile ahead: for each job (items and flags) a process of its own, at most so many at once.
+def in_turn(jobs: Sequence[Job], environment: Mapping[str, str], until: float = math.inf) -> Iterator[Row]:
+    """The rows of jobs, one after the other, each in a process of its own: none inherits another's memory.
 
-    One that fails is tried again when the others are done: their memory may have been what it lacked.
+    While a job prepares itself, the process of the next loads its libraries. What would end too late is left out: it is
+    guessed from the same model's time at another precision, or from the jobs before.
+    """
+    taken: dict[str, float] = {}  # seconds of a contender, by the name of the model
+    ready: subprocess.Popen[str] | None = None
+    for job, following in zip(jobs, [*jobs[1:], None], strict=True):
+        model = job.items[0].split("/")[0]
+        guess = job.parts * taken.get(model, statistics.fmean(taken.values()) if taken else GUESS)
+        process, ready = ready or begun(job, environment), None
+        if (left := until - time.monotonic()) < guess:
+            dismissed(process)
+            reason = f"{LATE}: it takes about {guess:.0f} s, and {max(0.0, left):.0f} s were left"
+            yield from ({"item": item, "error": reason} for item in job.items)
+            continue
+        ready = following and begun(following, environment)
+        start = time.monotonic()
+        yield from rows(job, environment, until, process)
+        taken[model] = (time.monotonic() - start) / job.parts
+        print(f"  {';'.join(job.items)}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def ahead(jobs: Mapping[str, Job], environment: Mapping[str, str], args: argparse.Namespace) -> dict[str, list[Row]]:
+    """Compile ahead: each job in a process of its own, some at once, in this order where their memory allows it.
+
+    One that fails is tried again when the others are done: their memory may have been what it lacked. All of them have
+    ended when this returns, and what they held on the device is free.
     """
     found: dict[str, list[Row]] = {}
+    start, until = time.monotonic(), args.until
+    until = min(until, start + COMPILING * (until - start)) if until < math.inf else until
+    room = device_gib() * FILLED if args.device == "cuda" else math.inf
 
     def compile_one(job: str) -> None:
-        items, flags = jobs[job]
-        found[job] = list(rows(items, environment, *flags, "--ahead"))
+        begin = time.monotonic()
+        found[job] = list(rows(Job(jobs[job].items, [*jobs[job].flags, "--ahead"]), environment, until))
         failed = [row["error"] for row in found[job] if "error" in row]
-        print(f"  compiled ahead: {job}{f' ({failed[0]})' if failed else ''}", file=sys.stderr, flush=True)
+        took = f"{time.monotonic() - begin:.0f} s{f' ({failed[0]})' if failed else ''}"
+        print(f"  compiled ahead: {job}, {took}", file=sys.stderr, flush=True)
 
-    start = time.perf_counter()
-    with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(compile_one, jobs))
+    left, running = list(jobs), dict[Future[None], float]()
+    with ThreadPoolExecutor(args.warm) as pool:
+        while left or running:
+            free = room - sum(running.values())
+            fits = [job for job in left if not running or jobs[job].gib <= free]
+            if fits and len(running) < args.warm:
+                left.remove(fits[0])
+                running[pool.submit(compile_one, fits[0])] = jobs[fits[0]].gib
+            else:
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    del running[done]
+                    done.result()
     starved = ("memory", "ALLOC_FAILED", "died")
     for job in [j for j, got in found.items() if any(word in r.get("error", "") for r in got for word in starved)]:
         compile_one(job)
     for timing in Path(environment["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.best_config"):
         timing.unlink()  # kernels that were tried out on a busy device: the timed process tries them again
-    print(f"compiled ahead, {at_once} at once: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    print(f"compiled ahead, {args.warm} at once: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    if args.device == "cuda":
+        await_idle()
     return found
 
 
@@ -349,8 +463,8 @@ def measured(args: argparse.Namespace, items: Sequence[str]) -> Iterator[Row]:
     with compiler_cache(args) as environment:
         if args.warm:
             shares = [items[k :: args.warm] for k in range(min(args.warm, len(items)))]
-            ahead({f"share {k + 1}": (share, ()) for k, share in enumerate(shares)}, environment, args.warm)
-        yield from rows(items, environment)
+            ahead({f"share {k + 1}": Job(share) for k, share in enumerate(shares)}, environment, args)
+        yield from rows(Job(items), environment, args.until)
 
 
 @contextlib.contextmanager
@@ -369,15 +483,38 @@ def compiler_cache(args: argparse.Namespace) -> Iterator[dict[str, str]]:
         yield dict(os.environ) | shared
 
 
+# The device, asked from outside: the command that the user starts holds nothing on it.
+
+
+def _device(query: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    return []
+
+
+def device_gib() -> float:
+    """Memory of the first device; of one that does not say so, none is counted."""
+    return next((float(text) / 1024 for text in _device("gpu=memory.total")), math.inf)
+
+
+def await_idle(patience: float = 15.0) -> None:
+    """Wait until no process holds memory of the device; say so if some still do."""
+    end = time.monotonic() + patience
+    while (held := _device("compute-apps=pid,used_memory")) and time.monotonic() < end:
+        time.sleep(0.5)
+    if held:
+        print(f"  still on the device (process, MiB): {'; '.join(held)}", file=sys.stderr, flush=True)
+
+
 # What is printed.
 
 
 def machine(args: argparse.Namespace) -> str:
-    chip = (
-        torch.cuda.get_device_name()
-        if args.device == "cuda"
-        else f"{args.threads or torch.get_num_threads()} CPU threads"
-    )
+    if args.device == "cuda":
+        chip = next(iter(_device("gpu=name")), "CUDA")
+    else:
+        chip = f"{args.threads or torch.get_num_threads()} CPU threads"
     return f"torch {torch.__version__}, python {platform.python_version()}, {chip}, {args.precision}"
 
 
@@ -408,7 +545,9 @@ class Table:
         self._line(cells)
         if self._args.json:
             about = {"command": sys.argv, "torch": torch.__version__, "machine": machine(self._args)}
-            self._args.json.write_text(json.dumps(about | {"rows": self._rows}, indent=1))
+            whole = self._args.json.with_suffix(".part")  # whoever is stopped while writing leaves the rows before
+            whole.write_text(json.dumps(about | {"rows": self._rows}, indent=1))
+            whole.replace(self._args.json)
 
     def _line(self, cells: list[str]) -> None:
         if self._args.markdown:

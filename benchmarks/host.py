@@ -3,6 +3,7 @@
     python benchmarks/host.py                              # a small CNN and a ViT
     python benchmarks/host.py --tasks vit-s16 --profile    # and where the time goes
     python benchmarks/host.py --tasks tiny-cnn --eager     # an eager step, with its operations
+    python benchmarks/host.py --draws                      # drawing alone, from ever larger data
 
 A step waits for the device once, to learn whether every norm is finite; what the host does from there to the start of
 the next step leaves the device idle unless noise and update take longer. Here the compiled step is replaced by its
@@ -15,10 +16,12 @@ import cProfile
 import pstats
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +29,7 @@ from torch.utils.data import TensorDataset
 
 import dpscale
 import dpscale.noise
+from dpscale.chances import Secret
 from dpscale.engine import Engine
 from dpscale.engine.compile.finite_flag import publish
 from dpscale.lab.models import normed_cnn
@@ -110,12 +114,34 @@ def crossed(step: Callable[[], None]) -> int:
     return fewest
 
 
+def draws() -> None:
+    """Poisson draws at one rate: those of N = 10⁷ may take no work and no memory that grows with N."""
+    print(f"{'draws':<8} {'N':>10} {'rate':>6} {'ms a draw':>10} {'KiB at its peak':>16}")
+    for name, source in {"usual": np.random.default_rng, "secure": lambda: Secret(bytes(32))}.items():
+        for rate, size in [(1e-4, 10**k) for k in range(4, 8)] + [(1e-6, 10**k) for k in range(7, 10)]:
+            drawn = dpscale.Poisson(size=size, batch=max(1, round(rate * size))).draws(source())
+            taken = []
+            for _ in range(RUNS):
+                start = time.thread_time()
+                next(drawn)
+                taken.append(1e3 * (time.thread_time() - start))
+            tracemalloc.start()
+            next(drawn)
+            peak = tracemalloc.get_traced_memory()[1] / 1024
+            tracemalloc.stop()
+            print(f"{name:<8} {size:>10} {rate:>6.0e} {np.median(taken):>10.3f} {peak:>16.0f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"of {', '.join(TASKS)}")
     parser.add_argument("--profile", action="store_true", help="list the functions that take longest")
     parser.add_argument("--eager", action="store_true", help="time an eager step, its operations included")
+    parser.add_argument("--draws", action="store_true", help="time drawing alone")
     args = parser.parse_args()
+    if args.draws:
+        draws()
+        return
     unknown = sorted(set(args.tasks.split(",")) - set(TASKS))
     if unknown:
         raise SystemExit(f"Unknown: {', '.join(unknown)}. Tasks are {', '.join(TASKS)}.")

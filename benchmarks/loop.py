@@ -2,7 +2,7 @@
 
     python benchmarks/loop.py                                               # small models on the CPU
     python benchmarks/loop.py --models 4-conv-cnn,transformer --loader 2    # from a DataLoader with two workers
-    python benchmarks/loop.py --device cuda --precision tf32,bf16 --warm 8 --json loop.json
+    python benchmarks/loop.py --device cuda --campaign --warm 16 --minutes 9 --json loop.json  # docs/performance.md
     python benchmarks/loop.py --device cuda --models gpt2 --cold            # first steps, empty and warm cache
     python benchmarks/loop.py --run 2000                                    # whole runs, compiling included
     python benchmarks/loop.py --ranks 2                                     # two processes, beside plain DDP: ranks.py
@@ -10,12 +10,16 @@
 A step is what users write: draw, index or load, forward, backward, scaling, noise, update. dpscale, Opacus and vmap
 take Poisson draws; the plain loop takes random batches of the expected size, with CUDA graphs on CUDA. So all figures
 are per *expected* sample. Contenders take turns with the plain loop, so that a busy machine slows both alike; a ratio
-is the median over rounds. `rows` is what dpscale computes per sample drawn. `host` is the time of the host without its
-waits for the device, on CUDA. Memory is that of a step at its peak, data included, and `checked` that of the step in
-which dpscale looked at the model (its 64th sum). vmap(grad) goes in micro-batches.
+is the median over *usual* rounds, those in which dpscale did not look at the model. What its looks cost stands apart:
+`checks` is the share of a run of 10,000 steps, from the looks so far and their mean time, at one look for each power of
+two from there on. (More are made, but only while all of them together stay under 2% of a run.) `to step` is the ratio
+to dpscale's first. `rows` is what dpscale computes per sample drawn. `host` is the time of the host without its waits
+for the device, on CUDA. Memory is that of a step at its peak, data included: of usual steps, and of one in which
+dpscale looked at the model. vmap(grad) goes in micro-batches.
 """
 
 import argparse
+import math
 import statistics
 import subprocess
 import sys
@@ -23,8 +27,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +39,10 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import dpscale
 import harness
+from campaign import CAMPAIGN, HELD, STEP, Part
 from contenders import opacus_parts, sgd
 from dpscale.engine.compile.finite_flag import FiniteFlag
-from harness import Context, Memory, Row, Step, Table, figure
+from harness import Context, Job, Memory, Row, Step, Table, figure
 from models import TASKS, Task
 
 CPU = ("digits-cnn", "4-conv-cnn", "probe", "transformer")
@@ -46,6 +53,16 @@ DATA = 1 << 30
 """Bytes of samples to draw from, at most."""
 STEPS = 10**7
 RULE = dpscale.PSASC(C=1.0, s=0.5, r=1e-3)
+RUN = 10_000
+"""Steps of the run of which the share of looks is told."""
+
+
+class Looks(NamedTuple):
+    """How often dpscale has looked at the model in so many steps, and the seconds of all looks but the first."""
+
+    count: int = 0
+    seconds: float = 0.0
+    steps: int = 0
 
 
 @dataclass
@@ -88,6 +105,7 @@ class Loop:
     step: Step
     rows: list[int] = field(default_factory=list)  # computed, draw by draw
     samples: list[int] = field(default_factory=list)
+    looks: Callable[[], Looks] = Looks
 
 
 def plain(compiled: bool) -> Callable[[Setting], Loop]:
@@ -158,7 +176,8 @@ def ours(how: str = "step", parts: int = 1, **options: object) -> Callable[[Sett
                 optimizer.zero_grad()
                 loop.rows.append(count)
 
-        loop.step = step
+        schedule = private._engine._schedule
+        loop.step, loop.looks = step, lambda: Looks(schedule.looks, schedule._spent, private.steps_taken)
         return loop
 
     return make
@@ -276,13 +295,13 @@ def setting_of(name: str, precision: str, args: argparse.Namespace) -> Setting:
     )
 
 
-def start(name: str, contender: str, precision: str, args: argparse.Namespace) -> tuple[Row, Loop | None]:
+def start(contender: str, make: Callable[[], Setting], args: argparse.Namespace) -> tuple[Row, Loop | None]:
     """A contender's first steps: how long two of them take, and the memory of one. An error is an answer."""
     row: Row = {"contender": contender}
     harness.NOTES.said.clear()
     try:
         memory = Memory(args.device)
-        setting = setting_of(name, precision, args)
+        setting = make()
         row["batch"] = setting.task.batch
         begin = time.perf_counter()
         loop = LOOPS[contender](setting)
@@ -300,22 +319,34 @@ def start(name: str, contender: str, precision: str, args: argparse.Namespace) -
         row["cold_seconds"] = harness.seconds(twice, args.device)
         if contender in ("step compiled", "step in 4 parts") or (contender == "step" and args.device == "cuda"):
             harness.insist_compiled()
+        harness.insist_whole()
         if args.ahead or args.first:
             return row, None
         warm(loop.step, args)
         resident = [*setting.model.parameters(), *setting.model.buffers(), *setting.data.tensors]
-        peaks = [memory.peak(loop.step, resident) for _ in range(6)]
-        if None not in peaks:
-            row["peak_mib"], row["checked_mib"] = statistics.median_low(peaks), max(peaks)
+        row |= peaks(memory, loop, resident, args.peaks)
         return row, loop
     except Exception as error:
         row |= {"error": harness.complaint(error), "starved": harness.out_of_memory(error)}
         return row, None
 
 
+def peaks(memory: Memory, loop: Loop, resident: list[Tensor], count: int) -> Row:
+    """Memory of usual steps, and of one in which dpscale looked at the model, if there was one."""
+    usual: list[float] = []
+    looked: list[float] = []
+    for _ in range(count):
+        before = loop.looks().count
+        peak = memory.peak(loop.step, resident)
+        if peak is not None:
+            (looked if loop.looks().count > before else usual).append(peak)
+    found = {"peak_mib": statistics.median_low(usual)} if usual else {}
+    return found | ({"checked_mib": max(looked)} if looked else {})
+
+
 def warm(step: Step, args: argparse.Namespace) -> None:
-    """Steps until every size of batch was met, or enough time has passed; the 64th sum, which a check of the model is
-    made for, is not among them."""
+    """Steps until every size of batch was met, or enough time has passed; the 64th sum, before which dpscale looks at
+    the model, is not among them: the memory of that is measured."""
     begin = time.perf_counter()
     for _ in range(57):
         step()
@@ -324,19 +355,27 @@ def warm(step: Step, args: argparse.Namespace) -> None:
     harness.synchronize(args.device)
 
 
-def measure(item: str, args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of one model at one precision."""
+def measure(
+    item: str, args: argparse.Namespace, setting_of: Callable[[str, str, argparse.Namespace], Setting] = setting_of
+) -> Iterator[Row]:
+    """The rows of one model at one precision.
+
+    Args:
+        setting_of: from its name and precision to the model and its data.
+    """
     name, precision = item.split("/")
+    make = partial(setting_of, name, precision, args)
     harness.use(precision)
     torch._dynamo.reset()  # lets go of the graphs of the item before, whose memory would count as this one's
     base: Loop | None = None
     found: Row | None = None
+    ours: float | None = None
     for contender in args.contenders:
-        row, loop = start(name, contender, precision, args)
+        row, loop = start(contender, make, args)
         if row.get("starved") and base is not None:  # perhaps it fits alone
             base = None
             harness.release(args.device)
-            row, loop = start(name, contender, precision, args)
+            row, loop = start(contender, make, args)
         if loop is not None:
             try:
                 compare(row, loop, base, found, args)
@@ -344,39 +383,64 @@ def measure(item: str, args: argparse.Namespace) -> Iterator[Row]:
                 row["error"] = harness.complaint(error)
         if base is None and found is None and contender in BASES and "error" not in row:
             base, found = loop, row
+        if "ratio" in row and (ours is not None or contender.startswith("step")):
+            ours = ours or row["ratio"]
+            row["to_step"] = row["ratio"] / ours
         loop = None
         yield row
         harness.release(args.device)
 
 
 def compare(row: Row, loop: Loop, base: Loop | None, found: Row | None, args: argparse.Namespace) -> None:
-    """Time the loop, in turns of some steps with the base where that is alive."""
+    """Time the loop, in turns of some steps with the base where that is alive, until there are enough usual rounds."""
     together = [loop] if base is None else [loop, base]
-    taken: list[list[float]] = [[] for _ in together]
-    host: list[float] = []
+    usual: list[list[tuple[float, float]]] = []  # seconds of each, and of the host alone, round by round
+    looked: list[list[tuple[float, float]]] = []
     loop.rows.clear()
     loop.samples.clear()
-    for _ in range(args.rounds):
-        for times, each in zip(taken, together, strict=True):
-            harness.synchronize(args.device)
-            begin, waited = time.perf_counter(), WAITS.seconds
-            for _ in range(args.steps):
-                each.step()
-            if each is loop:
-                host.append((time.perf_counter() - begin - (WAITS.seconds - waited)) / args.steps)
-            harness.synchronize(args.device)
-            times.append((time.perf_counter() - begin) / args.steps)
+    for _ in range(2 * args.rounds):
+        before = loop.looks().count
+        turns = [turn(each, args) for each in together]
+        (looked if loop.looks().count > before else usual).append(turns)
+        if len(usual) == args.rounds:
+            break
+    rounds = usual or looked
+    taken = [[seconds for seconds, _ in column] for column in zip(*rounds, strict=True)]
     row["milliseconds"] = 1e3 * statistics.median(taken[0])
     row["microseconds_per_sample"] = 1e3 * row["milliseconds"] / row["batch"]
     if args.device == "cuda":
-        row["host_milliseconds"] = 1e3 * statistics.median(host)
+        row["host_milliseconds"] = 1e3 * statistics.median(turns[0][1] for turns in rounds)
     if loop.samples:
         row["rows"] = sum(loop.rows) / sum(loop.samples)
-    against = taken[1] if len(taken) > 1 else [1e-3 * (found or row)["milliseconds"]] * args.rounds
+    against = taken[1] if len(taken) > 1 else [1e-3 * (found or row)["milliseconds"]] * len(taken[0])
+    row["base_milliseconds"] = 1e3 * statistics.median(against)  # in the same rounds
     row["ratio"], *row["quartiles"] = harness.median_ratio(taken[0], against)
+    row["turns"] = {"usual": usual, "looked": looked}  # (of the contender, of the base)
+    row |= price_of(loop.looks(), 1e-3 * row["milliseconds"])
     peak = (found or row).get("peak_mib")
     if peak and "peak_mib" in row:
         row["peak_ratio"] = row["peak_mib"] / peak
+
+
+def turn(loop: Loop, args: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of a step in a turn of some: in all, and of the host alone."""
+    harness.synchronize(args.device)
+    begin, waited = time.perf_counter(), WAITS.seconds
+    for _ in range(args.steps):
+        loop.step()
+    host = time.perf_counter() - begin - (WAITS.seconds - waited)
+    harness.synchronize(args.device)
+    return (time.perf_counter() - begin) / args.steps, host / args.steps
+
+
+def price_of(looks: Looks, step: float) -> Row:
+    """What looks at the model cost of a long run of such steps, the first left out, which the cold start has in it."""
+    if looks.count < 2:
+        return {}
+    each = looks.seconds / (looks.count - 1)
+    more = math.floor(math.log2(RUN)) - math.floor(math.log2(looks.steps)) if looks.steps < RUN else 0
+    share = (looks.seconds + more * each) / (RUN * step)
+    return {"looks": looks.count - 1, "in_steps": looks.steps, "look_milliseconds": 1e3 * each, "look_share": share}
 
 
 COLUMNS = {
@@ -389,6 +453,8 @@ COLUMNS = {
     "us/sample": (9, figure("microseconds_per_sample", ".1f")),
     "ratio": (6, figure("ratio", ".2f")),
     "quartiles": (11, lambda row: "{:.2f}-{:.2f}".format(*row["quartiles"]) if "quartiles" in row else None),
+    "to step": (7, figure("to_step", ".2f")),
+    "checks": (6, figure("look_share", ".1%")),
     "rows": (5, figure("rows", ".3f")),
     "host ms": (7, figure("host_milliseconds", ".2f")),
     "peak MiB": (9, figure("peak_mib", ",.0f")),
@@ -406,7 +472,7 @@ def apart(args: argparse.Namespace, item: str, contender: str, times: int, *flag
         args.cache = Path(directory)
         with harness.compiler_cache(args) as environment:
             flags = ("--contenders", contender, *flags)
-            return [row for _ in range(times) for row in harness.rows([item], environment, *flags)]
+            return [row for _ in range(times) for row in harness.rows(Job([item], flags), environment, args.until)]
 
 
 def cold(args: argparse.Namespace, items: list[str]) -> None:
@@ -415,7 +481,8 @@ def cold(args: argparse.Namespace, items: list[str]) -> None:
     for item in items:
         for contender in args.contenders:
             row, again = apart(args, item, contender, 2, "--first")
-            table.add(row | {"cached_seconds": again.get("cold_seconds")})
+            missing = {"note": again["error"]} if "error" in again else {}
+            table.add({"contender": contender} | row | {"cached_seconds": again.get("cold_seconds")} | missing)
 
 
 def runs(args: argparse.Namespace, items: list[str]) -> None:
@@ -455,6 +522,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--loader", type=int, metavar="N", help="data from a DataLoader with N workers")
     parser.add_argument("--chunk", type=int, default=32, help="micro-batch of vmap(grad) (%(default)s)")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to warm up at most (%(default)s)")
+    parser.add_argument("--peaks", type=int, default=6, help="steps whose memory is measured (%(default)s)")
+    parser.add_argument("--campaign", action="store_true", help="what campaign.py lists, or what of it is asked for")
     parser.add_argument("--cold", action="store_true", help="time first steps, with an empty and with a warm cache")
     parser.add_argument("--run", type=int, metavar="N", help="time whole runs of so many steps, compiling included")
     parser.add_argument("--cached", action="store_true", help="with --run: where the same was compiled before")
@@ -462,8 +531,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     usual = CPU if args.device == "cpu" else CUDA
-    args.models = list(usual) if args.models in (None, "all") else args.models.split(",")
-    default = ["plain compiled", "step"] if args.cold or args.run else USUAL[args.device]
+    every = [*{model: None for part in CAMPAIGN for model in part.models}] if args.campaign else usual
+    if args.campaign:
+        args.precision = ",".join({precision: None for part in CAMPAIGN for precision in part.precisions})
+    args.models = list(every) if args.models in (None, "all") else args.models.split(",")
+    default = list(STEP) if args.cold or args.run else list(LOOPS) if args.campaign else USUAL[args.device]
     chosen = args.contenders.split(",") if args.contenders else default
     unknown = sorted({*args.models, *chosen} - {*TASKS, *LOOPS})
     if unknown:
@@ -483,22 +555,47 @@ def main() -> None:
     if args.items:
         harness.serve(args, lambda item: measure(item, args))
         return
-    items = [f"{name}/{precision}" for name in args.models for precision in harness.precisions(args)]
     print(f"{harness.machine(args)}, {args.rounds} rounds of {args.steps} steps{args.absent}")
     if args.cold or args.run:
+        items = [f"{name}/{precision}" for name in args.models for precision in harness.precisions(args)]
         (cold if args.cold else runs)(args, items)
         return
+    chosen = tuple(args.contenders)
+    parts = CAMPAIGN if args.campaign else [Part(args.models, tuple(harness.precisions(args)), chosen)]
+    jobs = [job for part in parts for job in jobs_of(part, args)]
     with harness.compiler_cache(args) as environment:
         if args.warm:
-            compiled = [c for c in args.contenders if "compiled" in c or "step" in c]
-            jobs = {f"{item}/{c}": ([item], ["--contenders", c]) for c in reversed(compiled) for item in items}
-            harness.ahead(jobs, environment, args.warm)
+            harness.ahead(compilations(jobs), environment, args)
         table = Table(args, {k: column for k, column in COLUMNS.items() if k != "run s"}, 3)
-        for item in items:  # a process for each: none inherits another's memory
-            for row in harness.rows([item], environment):
-                if args.warm or args.cache:
-                    row["cached_seconds"] = row.pop("cold_seconds", None)
-                table.add(row)
+        for row in harness.in_turn(jobs, environment, args.until):
+            if args.warm or args.cache:
+                row["cached_seconds"] = row.pop("cold_seconds", None)
+            table.add(row)
+
+
+def jobs_of(part: Part, args: argparse.Namespace) -> Iterator[Job]:
+    """A process for each model and precision, of what was asked for; none where only the base of others is left."""
+    contenders = [name for name in LOOPS if name in part.contenders and name in args.contenders]
+    if not contenders or (contenders == [part.contenders[0]] and len(part.contenders) > 1):
+        return
+    for precision in part.precisions:
+        for name in part.models:
+            if name in args.models:
+                flags = ("--contenders", ",".join(contenders), *part.flags)
+                yield Job([f"{name}/{precision}"], flags, len(contenders), HELD.get(name, {}).get(precision, 0.0))
+
+
+def compilations(jobs: list[Job]) -> dict[str, Job]:
+    """Every compiled contender of the jobs, each alone, the slowest first."""
+    found: dict[str, Job] = {}
+    for name in [*HELD, *(name for name in TASKS if name not in HELD)]:
+        for contender in sorted(LOOPS, key=lambda loop: "step" not in loop):
+            compiles = "compiled" in contender or ("step" in contender and "eager" not in contender)
+            for job in jobs if compiles else []:
+                if job.items[0].split("/")[0] == name and contender in job.flags[1].split(","):
+                    gib = job.gib / (1 if contender == "step" else 3)
+                    found[f"{job.items[0]}/{contender}"] = Job(job.items, ("--contenders", contender), 1, gib)
+    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Draws the figures of what-s-does.md and record.md: python docs/make_figures.py (needs dpscale[lab])."""
+"""Draws figures of docs: what-s-does, record and performance. python docs/make_figures.py (needs dpscale[lab])."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -67,6 +69,55 @@ def draw_levers() -> None:
     fig.savefig(HERE / "levers.png", dpi=120)
 
 
+PANELS = {"B": "expected batch B", "T": "length T", "width": "width", "layers": "layers", "N": "samples N"}
+"""What grows, as benchmarks/growth.py names it."""
+BLUE, GREY, RED = "#0072b2", "#7f7f7f", "#d55e00"
+
+
+def growth_panel(times: Any, ratios: Any, what: str, rows: list[dict[str, Any]]) -> None:
+    """Milliseconds of a step above, and their ratio below, where one quantity grows."""
+    of_panel = (f"{what}=", "none" if what == "N" else "base/")
+    points = [row for row in rows if row["contender"] == "step compiled" and row["item"].startswith(of_panel)]
+    if not points:  # there was no time for them
+        return
+    points.sort(key=lambda row: row["size"][what])
+    x = [row["size"][what] for row in points]
+    times.loglog(x, [row["base_milliseconds"] for row in points], "--o", color=GREY, label="plain, compiled", ms=4)
+    times.loglog(x, [row["milliseconds"] for row in points], "-o", color=BLUE, label="dpscale", ms=4)
+    if what == "N":
+        times.loglog(x, [row["draw_milliseconds"] for row in points], ":o", color=RED, label="its drawing", ms=4)
+    ratios.semilogx(x, [row["ratio"] for row in points], "-o", color=BLUE, ms=4)
+    ratios.fill_between(x, *zip(*(row["quartiles"] for row in points), strict=True), color=BLUE, alpha=0.2, lw=0)
+    ratios.axhline(1, color=GREY, ls="--", lw=1)
+    ratios.minorticks_off()
+    ratios.set_xticks(x, [f"$10^{round(math.log10(v))}$" if what == "N" else str(v) for v in x])
+    ratios.set(xlabel=PANELS[what])
+    if what == "N":
+        others = ", ".join(f"{name} = {value}" for name, value in points[0]["size"].items() if name != what)
+        ratios.set_title(others, fontsize=8, loc="left")
+
+
+def draw_growth() -> None:
+    """How the cost of a loop grows, from growth.json of benchmarks/growth.py."""
+    found = json.loads((HERE / "growth.json").read_text())
+    rows = [row for row in found["rows"] if "ratio" in row]
+    fig, (times, ratios) = plt.subplots(2, 5, figsize=(13, 5), layout="constrained", sharex="col", sharey="row")
+    for above, below, what in zip(times, ratios, PANELS, strict=True):
+        growth_panel(above, below, what, rows)
+    times[0].set(ylabel="ms per step")
+    times[0].yaxis.set_major_formatter("{x:g}")
+    ratios[0].set(ylabel="dpscale / plain, compiled", ylim=(0, 1.1 * max(row["quartiles"][1] for row in rows)))
+    for axes in (*times, *ratios):
+        axes.grid(alpha=0.25, which="major")
+        axes.spines[["top", "right"]].set_visible(False)
+    base = next(row["size"] for row in rows if row["item"].startswith("base/"))
+    others = ", ".join(f"{name} = {value}" for name, value in base.items() if name != "N")
+    fig.suptitle(f"{found['machine']}; but for what grows: {others}", fontsize=9)
+    handles = max((axes.get_legend_handles_labels() for axes in times), key=lambda found: len(found[0]))
+    fig.legend(*handles, frameon=False, ncols=3, loc="outside lower center")
+    fig.savefig(HERE / "growth.png", dpi=120)
+
+
 def draw() -> None:
     """Left: weight against norm. Right: x·w(x)/bound, what a sample adds per unit of noise."""
     x = torch.logspace(-4, 1.5, 600, dtype=torch.float64)
@@ -90,3 +141,5 @@ def draw() -> None:
 if __name__ == "__main__":
     draw()
     draw_levers()
+    if (HERE / "growth.json").exists():
+        draw_growth()
