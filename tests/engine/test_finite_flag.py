@@ -91,7 +91,7 @@ def test_a_batch_lies_where_the_step_reads_it_unless_the_forward_writes_there(in
     mask = torch.ones(SIZE, dtype=torch.bool)
     engine.scaled_sum(cross_entropy, (x.abs(), y), dpscale.Clip(C=0.5), mask)
     ((compiled, *_),) = engine._compiled._known.values()
-    assert engine.room([x, y], 3) is None  # nothing is recorded on a CPU
+    assert x.is_cuda or engine.room([x, y], 3) is None  # nothing is recorded on a CPU
     compiled._buffers = [x, y, mask]
     found = engine.room([x, y], 3)
     if in_place:
