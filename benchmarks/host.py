@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpscale
-import dpscale.noise
+import dpscale.noise.fast
 from dpscale.chances import Secret
 from dpscale.engine import Engine
 from dpscale.engine.compile.finite_flag import publish
@@ -146,7 +146,7 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"Unknown: {', '.join(unknown)}. Tasks are {', '.join(TASKS)}.")
     torch.set_num_threads(1)
-    dpscale.noise._standard_normal = lambda *_: Tensor.zero_
+    dpscale.noise.fast._standard_normal = lambda *_: Tensor.zero_
     print(f"torch {torch.__version__}, {'task':<10} {'tensors':>8} {'modules':>8} {'ms a step':>10} {'files':>6}")
     for name in args.tasks.split(","):
         step, model = stepping(name, args.eager)

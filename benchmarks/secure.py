@@ -21,9 +21,7 @@ from torch.utils.data import TensorDataset
 
 import dpscale
 import harness
-from dpscale import chacha_kernel
-from dpscale.noise import Key
-from dpscale.secure_noise import noise_from
+from dpscale.noise import Key, kernel, noise_from
 from models import TASKS, Task
 
 SOURCES = ("fast", "secure")
@@ -64,7 +62,7 @@ def tuned() -> Iterator[str]:
     yield "kernel alone, 2²⁶ numbers: lanes, warps, ms, 10⁹/s"
     flat = torch.zeros(1 << 26, device="cuda")
     for lanes, warps in SHAPES:
-        taken = seconds(partial(chacha_kernel.add_, flat, bytes(32), 0, 1.0, lanes, warps), "cuda")
+        taken = seconds(partial(kernel.add_, flat, bytes(32), 0, 1.0, lanes, warps), "cuda")
         yield f"{lanes:6} {warps:3} {1e3 * taken:8.3f} {len(flat) / taken / 1e9:8.2f}"
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from torch import distributed
 
 import dpscale
-from dpscale import audit_statistics as statistics
-from dpscale.audit import FALSE_ALARM
+from dpscale.audit import FALSE_ALARM, statistics
 from dpscale.distributed import Ranks
 from dpscale.noise import Noise
 

@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import torch
 
-from dpscale import chacha_kernel
-from dpscale.gaussian import standard_normal
+from dpscale.noise import kernel
+from dpscale.noise.gaussian import standard_normal
 
 CONSTANTS = np.frombuffer(b"expand 32-byte k", dtype="<u4")
 ROUND = [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15),
@@ -48,7 +48,7 @@ def compare(device):
     for first in (0, 5, 2**32 - 3, 2**41 + 7, 2**63 - 8):
         out = torch.full((300, 16), 7, dtype=torch.int32, device=device)
         blocks = 8 if first > 2**60 else 300
-        chacha_kernel.words_(out[:blocks], key, first)
+        kernel.words_(out[:blocks], key, first)
         assert np.array_equal(out[:blocks].cpu().numpy().view(np.uint32), stream(key, first, blocks)), first
         assert (out[blocks:] == 7).all()
     torch.manual_seed(0)
@@ -58,14 +58,14 @@ def compare(device):
                 room = torch.randn(count + 2, dtype=dtype)
                 sums, found = room[1:-1].clone(), room.to(device)
                 shifted = found[1:-1]
-                chacha_kernel.add_(shifted, key, first, std)
+                kernel.add_(shifted, key, first, std)
                 blocks = stream(key, first // 4, count // 4 + 2)
                 numbers = torch.from_numpy(standard_normal(blocks).reshape(-1)[first % 4 :][:count].copy())
                 expected = (sums.double() + numbers * std).to(dtype)
                 assert torch.equal(shifted.cpu(), expected), (dtype, first, count, std)
                 assert found[0].item() == room[0].item() and found[-1].item() == room[-1].item()
                 aligned = sums.to(device)
-                chacha_kernel.add_(aligned, key, first, std)
+                kernel.add_(aligned, key, first, std)
                 assert torch.equal(aligned.cpu(), expected), (dtype, first, count, std)
 
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 import dpscale
-from dpscale import noise
 from dpscale.batches import keeps_apart
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.tape.tape import Tape
+from dpscale.noise import fast
 
 from .helpers import plan
 from .seeding import seeded
@@ -422,7 +422,7 @@ def test_two_threads_never_add_the_same_noise(monkeypatch):
     run = dpscale.privatize(model, optimizer, plan(sampling=sampling, steps=8), seed=1)
     batches = run.batches(data())
     run.step(next(batches), loss_fn)
-    both, drawn, made = threading.Barrier(2), [], noise._standard_normal
+    both, drawn, made = threading.Barrier(2), [], fast._standard_normal
 
     def slow(*args):
         draw = made(*args)
@@ -435,7 +435,7 @@ def test_two_threads_never_add_the_same_noise(monkeypatch):
 
         return drawing
 
-    monkeypatch.setattr(noise, "_standard_normal", slow)
+    monkeypatch.setattr(fast, "_standard_normal", slow)
     threads = [threading.Thread(target=run.step, args=(batch, loss_fn)) for batch in (next(batches), next(batches))]
     for thread in threads:
         thread.start()

@@ -15,13 +15,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpscale
-from dpscale import audit_statistics as statistics
 from dpscale import training
-from dpscale.audit import FALSE_ALARM, audit
+from dpscale.audit import FALSE_ALARM, audit, statistics
 from dpscale.chances import Fast
 from dpscale.engine import combine
-from dpscale.noise import Noise
-from dpscale.secure_noise import SecureNoise
+from dpscale.noise import Noise, SecureNoise
 
 from . import audit_ranks
 from .helpers import refuse, run

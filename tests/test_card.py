@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 import dpscale
-from dpscale import card as cards
+from dpscale.card import card as cards
 from dpscale.lab import records
 
 from .helpers import data, loss_fn, mlp, plan, refuse, run

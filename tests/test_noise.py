@@ -16,8 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpscale
-from dpscale.noise import Key, Noise
-from dpscale.secure_noise import SecureNoise
+from dpscale.noise import Key, Noise, SecureNoise
 
 SOURCES = {"fast": Noise, "secure": SecureNoise}
 every_source = pytest.mark.parametrize("source", SOURCES)
@@ -119,9 +118,9 @@ def test_shards_have_noise_of_their_own(source):
 def test_noise_does_not_depend_on_the_number_of_a_device(monkeypatch):
     """Ranks hold the same model on devices of other numbers; two devices of one rank have noise of their own."""
     labels = []
-    monkeypatch.setattr("dpscale.noise._standard_normal", lambda key, label, device: labels.append(label))
-    monkeypatch.setattr("dpscale.noise._chunks", lambda tensors: [])
-    monkeypatch.setattr("dpscale.noise._Room", lambda device: None)
+    monkeypatch.setattr("dpscale.noise.fast._standard_normal", lambda key, label, device: labels.append(label))
+    monkeypatch.setattr("dpscale.noise.fast._chunks", lambda tensors: [])
+    monkeypatch.setattr("dpscale.noise.fast._Room", lambda device: None)
     on = [SimpleNamespace(device=torch.device("cuda", k), is_complex=lambda: False) for k in (3, 5, 3)]
     Noise(Key(1)).add(dict(enumerate(on)), 1.0, 4)
     assert labels == ["noise/4/cuda", "noise/4/cuda:1"]
@@ -192,7 +191,7 @@ def test_a_bfloat16_model_gets_float32_noise_before_rounding():
 def test_default_key_is_256_bits_of_the_operating_system(monkeypatch):
     asked = []
     urandom = __import__("os").urandom
-    monkeypatch.setattr("dpscale.noise.os.urandom", lambda n: asked.append(n) or urandom(n))
+    monkeypatch.setattr("dpscale.noise.key.os.urandom", lambda n: asked.append(n) or urandom(n))
     a, b = Key(), Key()
     assert asked == [32, 32]
     assert a.derive("x") != b.derive("x")
@@ -211,7 +210,7 @@ def test_a_forked_process_draws_no_noise(monkeypatch):
     """It would be the noise of its parent, on other gradients."""
     key = Key()
     assert key.derive("a") == key.derive("a") != key.derive("b")
-    monkeypatch.setattr("dpscale.noise.os.getpid", lambda: -1)
+    monkeypatch.setattr("dpscale.noise.key.os.getpid", lambda: -1)
     with pytest.raises(RuntimeError, match="was forked from the one in which the private run was made"):
         key.derive("a")
 

@@ -23,12 +23,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpscale
-from dpscale import chacha, gaussian, secure_noise
 from dpscale.chances import Fast, Secret, Secure
 from dpscale.integrations.accelerate import prepare
 from dpscale.integrations.sklearn import PrivateClassifier
-from dpscale.noise import Key, Noise
-from dpscale.secure_noise import SecureNoise
+from dpscale.noise import Key, Noise, SecureNoise, chacha, gaussian, secure
 from tests import lightning_runs, secure_kernel, trainers
 from tests.ranks import interpreted
 from tests.test_resume import MOMENTUM
@@ -81,7 +79,7 @@ def test_the_kernel_has_the_integers_and_the_numbers_of_the_definition():
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 def test_the_kernel_interpreted_has_them_too():
-    source = Path(secure_noise.__file__).parents[1]
+    source = Path(secure.__file__).parents[2]
     path = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     subprocess.run([sys.executable, secure_kernel.__file__, "cpu"], check=True, env=environment)
@@ -166,7 +164,7 @@ def test_noise_is_added_in_float64_and_rounded_once(dtype):
     drawn = torch.from_numpy(numbers(4096).copy())
     sums = torch.linspace(-3, 3, 4096, dtype=dtype)
     found = sums.clone()
-    secure_noise._add_(found, bytes(32), 0, 0.7)
+    secure._add_(found, bytes(32), 0, 0.7)
     assert torch.equal(found, (sums.double() + 0.7 * drawn).to(dtype))
     assert not torch.equal(found, sums + (0.7 * drawn.float()).to(dtype))
 
@@ -186,9 +184,9 @@ def test_no_number_of_a_stream_is_used_twice(shapes, others, large, chunk, threa
         flat.add_(1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(secure_noise, "LARGE", large)
-        patch.setattr(secure_noise, "CHUNK", chunk)
-        patch.setattr(secure_noise, "_add_", noted)
+        patch.setattr(secure, "LARGE", large)
+        patch.setattr(secure, "CHUNK", chunk)
+        patch.setattr(secure, "_add_", noted)
         noise, count = SecureNoise(Key(1)), 0
         for step in range(1, 3):
             for shard in (None, 0, 1):
@@ -202,9 +200,9 @@ def test_no_number_of_a_stream_is_used_twice(shapes, others, large, chunk, threa
 @given(st.integers(0, 2**35), st.integers(0, 400), st.sampled_from([4, 8, 100]))
 def test_tiles_are_parts_of_one_stream(first, count, tile):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(secure_noise, "TILE", tile)
+        patch.setattr(secure, "TILE", tile)
         found = torch.zeros(count, dtype=torch.float64)
-        secure_noise._add_on_cpu(found, bytes(32), first, 1.0)
+        secure._add_on_cpu(found, bytes(32), first, 1.0)
     expected = gaussian.standard_normal(chacha.words(bytes(32), first // 4, count // 4 + 2)).reshape(-1)
     assert np.array_equal(found.numpy(), expected[first % 4 :][:count])
 
@@ -229,7 +227,7 @@ def test_what_has_no_kernel_is_served_by_the_cpu(monkeypatch):
         def cpu(self):
             return self.as_subclass(torch.Tensor).clone()
 
-    secure_noise._add_(there.view(-1).as_subclass(Elsewhere), SecureNoise(Key(1))._secret("noise/1/device 0"), 0, 1.0)
+    secure._add_(there.view(-1).as_subclass(Elsewhere), SecureNoise(Key(1))._secret("noise/1/device 0"), 0, 1.0)
     assert torch.equal(there, here)
 
 
@@ -481,8 +479,8 @@ def test_a_missing_library_is_named(monkeypatch):
 
 @pytest.mark.parametrize("device, expected", [("cuda", "secure"), ("cpu", "fast"), ("mps", "fast")])
 def test_the_default_is_one_line(monkeypatch, device, expected):
-    monkeypatch.setitem(secure_noise.DEFAULT, "cuda", "secure")
-    monkeypatch.setattr(secure_noise.chacha_kernel, "triton", object())
-    assert secure_noise.default_source({device}) == expected
-    monkeypatch.setattr(secure_noise.chacha_kernel, "triton", None)
-    assert secure_noise.default_source({device}) == "fast"
+    monkeypatch.setitem(secure.DEFAULT, "cuda", "secure")
+    monkeypatch.setattr(secure.kernel, "triton", object())
+    assert secure.default_source({device}) == expected
+    monkeypatch.setattr(secure.kernel, "triton", None)
+    assert secure.default_source({device}) == "fast"

@@ -230,7 +230,7 @@ def test_the_order_is_read_from_the_tree():
 LAZY = ["dpscale", "dpscale.lab"]
 
 
-@pytest.mark.parametrize("name", [*LAZY, "dpscale.engine"])
+@pytest.mark.parametrize("name", [*LAZY, "dpscale.engine", "dpscale.noise", "dpscale.card", "dpscale.audit"])
 def test_a_package_is_a_list_of_names(name):
     docstring, *body = parsed(name).body
     assert isinstance(docstring, ast.Expr)

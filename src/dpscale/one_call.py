@@ -13,12 +13,12 @@ from dpscale.advice import advise, rates_for
 from dpscale.checks import plain_number, require
 from dpscale.ledger import Ledger
 from dpscale.momentum import Momentum
+from dpscale.noise import Source
 from dpscale.people import people_of
 from dpscale.plan import Plan
 from dpscale.privatizing import privatize
 from dpscale.sampling import Poisson, Sampling
 from dpscale.scaling import PSASC, Scaling
-from dpscale.secure_noise import Source
 from dpscale.sources import dataset_of
 from dpscale.training import Private
 

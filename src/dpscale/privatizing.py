@@ -16,8 +16,8 @@ from dpscale.engine import require_finite
 from dpscale.engine.compile.worth import Worth
 from dpscale.guard import wrapped
 from dpscale.ledger import Ledger
+from dpscale.noise import Source, check_source, default_source
 from dpscale.plan import Plan
-from dpscale.secure_noise import Source, check_source, default_source
 from dpscale.training import Private
 
 

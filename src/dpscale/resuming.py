@@ -12,10 +12,9 @@ from dpscale import checkpoint
 from dpscale.distributed import Ranks, leaves_told
 from dpscale.engine.compat import tree_map
 from dpscale.engine.recorder import Recorder
-from dpscale.noise import Key
+from dpscale.noise import Key, noise_from
 from dpscale.plan import Plan
 from dpscale.run import RunState, refusals
-from dpscale.secure_noise import noise_from
 
 _SAVED = {"run", "model", "optimizer", "optimizer_type", "extra", "about"}
 """What a checkpoint has."""

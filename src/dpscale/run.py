@@ -14,9 +14,9 @@ from torch import Tensor
 from dpscale.booking import Booking
 from dpscale.engine import ScaledSum
 from dpscale.momentum import MomentumState
+from dpscale.noise import AnyNoise
 from dpscale.plan import Plan, differences
 from dpscale.sampling import Draw, Indices
-from dpscale.secure_noise import AnyNoise
 
 VERSION = 2
 """Of the states that `RunState.saved` gives."""

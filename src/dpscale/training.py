@@ -29,14 +29,13 @@ from dpscale.guard import Guard
 from dpscale.ledger import BudgetExhausted
 from dpscale.memory import MICRO_BATCH, TooLarge, explain_devices, explain_memory
 from dpscale.momentum import MomentumState
-from dpscale.noise import Key
+from dpscale.noise import Key, Source, noise_from
 from dpscale.packing import Padded, holds, over_packed
 from dpscale.people import by_person, mean_of
 from dpscale.plan import Plan
 from dpscale.resuming import Saver
 from dpscale.run import RunState
 from dpscale.sampling import Draw
-from dpscale.secure_noise import Source, noise_from
 from dpscale.shapes import Sizes
 
 log = logging.getLogger("dpscale")

@@ -12,10 +12,10 @@ from dpscale.integrations.lightning_parts import Draws, TrainingStep, network
 from dpscale.integrations.lightning_settings import OWNER, begun, check_new, check_saved, check_trainer, planned
 from dpscale.integrations.lightning_turn import Turn
 from dpscale.ledger import Ledger
+from dpscale.noise import Source
 from dpscale.plan import Plan
 from dpscale.privatizing import privatize
 from dpscale.scaling import Scaling
-from dpscale.secure_noise import Source
 from dpscale.training import Private
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from torch.utils.data import TensorDataset
 
 from dpscale.checks import plain_number, require, require_positive
 from dpscale.ledger import Ledger
+from dpscale.noise import Source
 from dpscale.one_call import plan_for
 from dpscale.privatizing import privatize
 from dpscale.sampling import FullBatch, Poisson
 from dpscale.scaling import Scaling
-from dpscale.secure_noise import Source
 
 log = logging.getLogger("dpscale")
 OWNER = "PrivateClassifier"

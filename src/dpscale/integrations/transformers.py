@@ -17,11 +17,11 @@ from dpscale.checks import require
 from dpscale.integrations.model_losses import PerSampleLoss
 from dpscale.integrations.trainer_arguments import COMPLETE, STATE, check, found, planned, settled
 from dpscale.ledger import Ledger
+from dpscale.noise import Source
 from dpscale.one_call import kept_options
 from dpscale.plan import Plan
 from dpscale.privatizing import privatize
 from dpscale.scaling import Scaling
-from dpscale.secure_noise import Source
 from dpscale.training import Private
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dpscale import checkpoint
-from dpscale.card import Booked, Card, make
-from dpscale.card_verify import SCHEMA, checksum
+from dpscale.card import SCHEMA, Booked, Card, checksum, make
 from dpscale.lab import records
 from dpscale.ledger import Ledger
 from dpscale.plan import Plan

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpscale import chacha, chacha_kernel
 from dpscale.chances import Chances, Secret, Secure
 from dpscale.checks import require
 from dpscale.engine.compat import foreach_copy_
-from dpscale.gaussian import NUMBERS, standard_normal
-from dpscale.noise import CHUNK, Key, Noise, real_parts
+from dpscale.noise import chacha, kernel
+from dpscale.noise.fast import CHUNK, Noise, real_parts
+from dpscale.noise.gaussian import NUMBERS, standard_normal
+from dpscale.noise.key import Key
 
 Source = Literal["fast", "secure"]
 """Names of the sources of noise."""
@@ -98,9 +99,9 @@ def _add_to_all(tensors: Sequence[Tensor], key: bytes, first: int, std: float) -
 
 def _add_(flat: Tensor, key: bytes, first: int, std: float) -> None:
     """flat[i] += std · (number first + i of the stream), by what the device has."""
-    if chacha_kernel.available(flat.device):
+    if kernel.available(flat.device):
         with torch.cuda.device(flat.device):
-            return chacha_kernel.add_(flat, key, first, std)
+            return kernel.add_(flat, key, first, std)
     if flat.device.type == "cpu":
         return _add_on_cpu(flat, key, first, std)
     copy = flat.cpu()
@@ -143,7 +144,7 @@ def check_source(owner: str, source: str, devices: set[str]) -> None:
 
 def _at_hand(devices: set[str]) -> bool:
     """Whether the kernel serves all of them, so that no library is needed."""
-    return all(chacha_kernel.available(torch.device(each)) for each in devices)
+    return all(kernel.available(torch.device(each)) for each in devices)
 
 
 AnyNoise = Noise | SecureNoise

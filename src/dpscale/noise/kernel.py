@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpscale.gaussian import NUMBERS, cosine, log_of, sine
+from dpscale.noise.gaussian import NUMBERS, cosine, log_of, sine
 
 try:
     import triton

@@ -15,8 +15,8 @@ from typing import Any
 
 from dpscale import accounting
 from dpscale.booking import Booking
-from dpscale.card_page import page
-from dpscale.card_verify import FALSE_ALARM, GRID, SCHEMA, checksum, recomputed
+from dpscale.card.page import page
+from dpscale.card.recompute import FALSE_ALARM, GRID, SCHEMA, checksum, recomputed
 from dpscale.checks import require
 from dpscale.files import replacing
 from dpscale.ledger import Ledger

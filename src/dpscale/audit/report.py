@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dpscale.audit_statistics import Check, Point
-from dpscale.card_verify import FALSE_ALARM as FALSE_ALARM
+from dpscale.audit.statistics import Check, Point
+from dpscale.card.recompute import FALSE_ALARM as FALSE_ALARM
 from dpscale.checks import require
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpscale.chacha import Words
+from dpscale.noise.chacha import Words
 
 try:
     import triton

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
-from dpscale import audit_statistics as statistics
-from dpscale.audit_report import FALSE_ALARM as FALSE_ALARM
-from dpscale.audit_report import AuditReport as AuditReport
-from dpscale.audit_statistics import Bools, Curve, Floats, Trace
+from dpscale.audit import statistics
+from dpscale.audit.report import FALSE_ALARM as FALSE_ALARM
+from dpscale.audit.report import AuditReport as AuditReport
+from dpscale.audit.statistics import Bools, Curve, Floats, Trace
 from dpscale.checks import require, require_count, require_probability
 from dpscale.engine import LossFn
 from dpscale.engine.compat import tree_map
