@@ -8,6 +8,7 @@ import weakref
 from contextvars import ContextVar
 from decimal import Decimal
 from enum import Enum
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 import dpscale
-from dpscale.batches import keeps_apart
+from dpscale.batches import Collated, mixing
 from dpscale.engine.reference import reference_sum
 from dpscale.engine.tape.tape import Tape
+from dpscale.engine.verify.state import Dice
 from dpscale.noise import fast
 
 from .helpers import plan
@@ -685,7 +687,7 @@ def test_words_masked_in_rows_padded_to_the_longest_are_kept_apart():
     for seed in range(20):
         g = seeded(seed)
         rows = [[torch.randint(1, 50, (length,), generator=g)] for length in (9, 3, 8, 5, 2)]
-        assert keeps_apart(masked, rows[0], rows[1:])
+        assert mixing(masked, Dice(masked), rows[0], rows[1:]) is None
 
 
 def test_a_look_at_a_collate_function_that_draws_draws_nothing_itself():
@@ -693,7 +695,7 @@ def test_a_look_at_a_collate_function_that_draws_draws_nothing_itself():
     torch.manual_seed(0)
     expected = words_masked(rows)[0]
     torch.manual_seed(0)
-    assert keeps_apart(words_masked, [rows[0]], [[row] for row in rows[1:]])
+    assert mixing(words_masked, Dice(words_masked), [rows[0]], [[row] for row in rows[1:]]) is None
     torch.testing.assert_close(words_masked(rows)[0], expected)
 
 
@@ -717,3 +719,83 @@ def test_counts_and_flags_among_the_outputs_in_a_loop_of_ones_own_are_looked_at(
             run.backward(losses(model, drawn))
             optimizer.step()
             optimizer.zero_grad()
+
+
+# A seventh attack
+
+
+def half_mixed(samples):
+    x, y = default_collate(samples)
+    half = len(x) // 2
+    return torch.cat([x[:half], x[half:] + np.random.beta(1, 1) * x[:half].sum(0)]), y
+
+
+def in_pairs(samples):
+    """Draws nothing for one sample."""
+    x, y = default_collate(samples)
+    return 0.5 * x + 0.5 * x[torch.randperm(len(x))], y
+
+
+class Mixup:
+    """Draws from a generator of its own, beside torch's."""
+
+    def __init__(self, mixes=True, noise=True):
+        self.random, self.mixes, self.noise = np.random.default_rng(0), mixes, noise
+
+    def __call__(self, samples):
+        x, y = default_collate(samples)
+        if self.noise:
+            x = x + 0.01 * torch.randn_like(x)
+        share = torch.tensor(self.random.beta(1, 1, (len(x), 1)), dtype=x.dtype)
+        return (x + share * x.sum(0) if self.mixes else x * share), y
+
+    def method(self, samples):
+        return self(samples)
+
+
+def in_a_closure(mixes, own=Mixup):
+    made = own(mixes)
+    return lambda samples: made(samples)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize(
+    "collate", [half_mixed, in_pairs, Mixup(), Mixup().method, in_a_closure(True), partial(Mixup().__call__)]
+)
+def test_whatever_a_collate_function_draws_it_may_not_mix(collate, how):
+    """One exchanged sample moved releases by 3 to 48 bounds."""
+    with pytest.raises(dpscale.UnsupportedModel, match="collate_fn draws random numbers and mixes"):
+        go(Net(), how, loader={"collate_fn": collate})
+
+
+def lengths_of_words(samples):
+    """Takes as many numbers as a sample has positive entries."""
+    return default_collate([(x + (torch.rand(int((x > 0).sum())).sum() > 2), y) for x, y in samples])
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize(
+    "collate", [Mixup(False), Mixup(False, noise=False), Mixup(False).method, in_a_closure(False), lengths_of_words]
+)
+def test_a_collate_function_may_draw_from_a_generator_of_its_own(collate, how):
+    assert go(Net(), how, steps=4, loader={"collate_fn": collate}).steps_taken == 4
+
+
+def test_a_collate_function_goes_on_drawing_where_it_was():
+    collate, by_hand, rows = (
+        Collated(Mixup(False, noise=False)),
+        Mixup(False, noise=False),
+        [data()[i] for i in range(6)],
+    )
+    for _ in range(3):
+        by_hand(rows[:1])  # as it is looked at alone
+        torch.testing.assert_close(collate(rows)[1][0], by_hand(rows)[0], rtol=0, atol=0)
+
+
+def test_a_collate_function_that_draws_from_what_nobody_sees_is_refused():
+    def fresh(samples):
+        x, y = default_collate(samples)
+        return x * torch.rand(x.shape) * torch.tensor(np.random.default_rng().random(x.shape), dtype=x.dtype), y
+
+    with pytest.raises(dpscale.UnsupportedModel, match="from a generator that cannot be put back"):
+        go(Net(), loader={"collate_fn": fresh})

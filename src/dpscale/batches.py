@@ -19,8 +19,8 @@ from dpscale.checks import complaint, out_of_memory
 from dpscale.engine import ScaledSum, UnsupportedModel
 from dpscale.engine.arguments import has_rows, over_rows, plain_tensors, tensors_in
 from dpscale.engine.compat import register_tree_node
-from dpscale.engine.verify.randomness import host_states, random_states, set_random_states, torch_states
 from dpscale.engine.verify.rows import Features, FeatureTable, blank_of, features, neutral
+from dpscale.engine.verify.state import Dice
 from dpscale.engine.verify.values import same
 from dpscale.packing import packed, unpacked
 from dpscale.sampling import Draw, Indices
@@ -216,6 +216,7 @@ class Collated:
 
     def __init__(self, collate: Callable[[list[Any]], Any], each: int | None = None) -> None:
         self.given, self.each = collate, each
+        self._dice: Dice | None = None
 
     def collate(self, rows: list[Any]) -> Any:
         """As it was given, but nothing is packed: rows must be rows of samples."""
@@ -224,57 +225,92 @@ class Collated:
     def __call__(self, rows: list[Any]) -> tuple[int, Any, dict[int, Any]]:
         """(How many rows came, the batch, the shortest and the longest sample as batches of their own.)"""
         count, each = len(rows), self.each or 1  # before `collate`, which may change the list
-        singles = {}
-        if self.given is not default_collate:
-            samples = [rows[k : k + each] for k in range(0, count, each)]
-            sizes = [sum(t.numel() for t in tensors_in(sample)) for sample in samples]
-            ends = {sizes.index(min(sizes)), sizes.index(max(sizes))} if sizes else set()
-            before = host_states(), torch_states()
-            for place in ends:
-                with suppress(Exception):  # it may need several
-                    singles[place] = self.collate(copy.deepcopy(samples[place]))
-            if (host_states(), torch_states()) != before:
-                singles = {}
-                most = sizes.index(max(sizes))
-                if not keeps_apart(self.collate, samples[most], samples[:most] + samples[most + 1 :]):
-                    raise UnsupportedModel(
-                        "collate_fn draws random numbers and mixes samples (mixup, cutmix?): what it makes of a sample "
-                        "is another thing among others, at the same random numbers. A sample would then count in the "
-                        "gradients of several. Let it treat each sample apart."
-                    )
-            if self.each and not keeps_order(self.collate, rows):
-                raise ValueError(
-                    "collate_fn changes the order of its rows, or makes something else of each row every time. Rows "
-                    "are told to be a person's by their place. Return them in the order in which they came; sort "
-                    "inside the model, and draw random numbers in the dataset."
-                )
-        return count, self.collate(rows), singles
+        if self.given is default_collate:
+            return count, self.collate(rows), {}
+        if self.each and not keeps_order(self.collate, rows):
+            raise ValueError(
+                "collate_fn changes the order of its rows, or makes something else of each row every time. Rows "
+                "are told to be a person's by their place. Return them in the order in which they came; sort "
+                "inside the model, and draw random numbers in the dataset."
+            )
+        self._dice = self._dice or Dice(self.given)
+        samples = [rows[k : k + each] for k in range(0, count, each)]
+        sizes = [sum(t.numel() for t in tensors_in(sample)) for sample in samples]
+        ends = {sizes.index(min(sizes)), sizes.index(max(sizes))} if sizes else set()
+        before, singles = self._dice.told(), {}
+        for place in ends:
+            with suppress(Exception):  # it may need several
+                singles[place] = self.collate(copy.deepcopy(samples[place]))
+        batch = self.collate(rows)
+        if self._dice.told() == before:
+            return count, batch, singles
+        most = sizes.index(max(sizes))
+        trouble = mixing(self.collate, self._dice, samples[most], samples[:most] + samples[most + 1 :])
+        if trouble is not None:
+            raise UnsupportedModel(trouble)
+        return count, batch, {}
 
 
-def keeps_apart(collate: Callable[[list[Any]], Any], one: list[Any], others: Sequence[list[Any]]) -> bool:
-    """Whether some rows come out of a ``collate`` that draws as they do among copies of themselves, at the same random
-    numbers. Where it draws others each time, or gives other shapes, that cannot be told.
+_MIXES = (
+    "collate_fn draws random numbers and mixes samples (mixup, cutmix?): what it makes of a sample is another thing "
+    "among others, at the same random numbers. A sample would then count in the gradients of several. Let it treat "
+    "each sample apart."
+)
+_HIDDEN = (
+    "collate_fn draws random numbers from a generator that cannot be put back, so that it cannot be seen whether it "
+    "mixes samples. Let it draw from torch's, numpy's or Python's own, or from one that it holds."
+)
+
+
+def mixing(collate: Callable[[list[Any]], Any], dice: Dice, one: list[Any], others: Sequence[list[Any]]) -> str | None:
+    """What is wrong with a ``collate`` that draws: some rows must come out as they do among copies of themselves, at
+    the same random numbers, wherever they stand. Where it takes other numbers for other rows, or gives other shapes,
+    that cannot be told.
 
     Args:
         collate: it may sort.
+        dice: what it draws from; all is put back.
         one: the rows of the longest sample.
         others: those of other samples.
     """
-    states, found = random_states(), []
-    company = [row for other in others[:: -(-len(others) // 3) or 1] for row in other]
-    copies = [row for _ in range(len(company) // len(one)) for row in one]
-    for around in (company, company, copies):
-        set_random_states(states)
-        with suppress(Exception):  # it may need more
-            tensors = tensors_in(collate(copy.deepcopy([*one, *around])))
-            found.append([t.detach().cpu() for t in tensors if t.ndim and len(t) == len(one) + len(around)])
-    set_random_states(states)
-    shapes = [[t.shape for t in each] for each in found]
-    if len(found) < 3 or shapes.count(shapes[0]) < 3 or not all(map(same, found[0], found[1])):
-        return True
-    ours, theirs = ([t.unflatten(0, (-1, len(one))) for t in each] for each in found[1:])
-    samples = range(1 + len(company) // len(one))
-    return any(all(same(a[i], b[k]) for a, b in zip(ours, theirs, strict=True)) for i in samples for k in samples)
+    states = dice.states()
+    company = others[:: -(-len(others) // 3) or 1]
+
+    def made(samples: Sequence[list[Any]]) -> tuple[list[Tensor], tuple[Any, ...]] | None:
+        dice.put(states)
+        rows = [row for sample in samples for row in sample]
+        try:
+            tensors = tensors_in(collate(copy.deepcopy(rows)))
+        except Exception:  # it may need more
+            return None
+        own = [t.detach().cpu() for t in tensors if t.ndim and len(t) == len(rows)]
+        return [t.unflatten(0, (-1, len(one))) for t in own], dice.told()
+
+    try:
+        copies = made([one] * (1 + len(company)))
+        for place in sorted({0, len(company) // 2, len(company)}):
+            samples = [*company[:place], one, *company[place:]]
+            found = made(samples)
+            if found is None or copies is None:
+                return None
+            if place == 0 and not _same(found, made(samples)):
+                return _HIDDEN
+            if [t.shape for t in found[0]] != [t.shape for t in copies[0]] or (place and found[1] != copies[1]):
+                continue
+            everywhere = range(len(samples))
+            if not any(_same_row(found[0], i, copies[0], k) for i in everywhere for k in everywhere):
+                return _MIXES
+        return None
+    finally:
+        dice.put(states)
+
+
+def _same(ours: tuple[list[Tensor], Any], theirs: tuple[list[Tensor], Any] | None) -> bool:
+    return theirs is not None and len(ours[0]) == len(theirs[0]) and all(map(same, ours[0], theirs[0]))
+
+
+def _same_row(ours: Sequence[Tensor], i: int, theirs: Sequence[Tensor], k: int) -> bool:
+    return all(same(a[i], b[k]) for a, b in zip(ours, theirs, strict=True))
 
 
 def keeps_order(collate: Callable[[list[Any]], Any], rows: Sequence[Any], most: int = 6) -> bool:

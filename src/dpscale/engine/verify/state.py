@@ -27,6 +27,7 @@ from dpscale.engine.compat import is_sharded, registered, version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import Variable, variables_of
 from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
+from dpscale.engine.verify.randomness import host_states, random_states, set_random_states, torch_states
 
 _ENTRIES = 1024  # of one container that are looked into
 _MOST = 1 << 17  # of one that are compared at all
@@ -408,6 +409,27 @@ def _digest_of_array(array: NDArray[Any]) -> Any:
     if array.dtype.kind == "O":
         return array.shape, *(v if _plain(v) else type(v) for v in array.flat[:_MOST])
     return array.shape, array[:_MOST].tobytes()
+
+
+class Dice:
+    """What a function draws random numbers from: the generators that are nobody's own, and those that it holds."""
+
+    def __init__(self, function: Any) -> None:
+        self._own = [generator for generator, _ in Surroundings(nn.Module(), function)._generators]
+
+    def states(self) -> tuple[list[Any], list[Any]]:
+        """As they are now."""
+        return random_states(), [_state_of(generator) for generator in self._own]
+
+    def put(self, states: tuple[list[Any], list[Any]]) -> None:
+        """Put them back."""
+        set_random_states(states[0])
+        for generator, state in zip(self._own, states[1], strict=True):
+            _put_state(generator, state)
+
+    def told(self) -> tuple[Any, ...]:
+        """As they are now, such that two can be compared."""
+        return host_states(), torch_states(), [str(_state_of(generator)) for generator in self._own]
 
 
 def _state_of(generator: Any) -> Any:
