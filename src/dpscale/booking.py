@@ -229,7 +229,8 @@ def _admit(ledger: Ledger, db: sqlite3.Connection, name: str, plan: Mapping[str,
     found = db.execute("SELECT id FROM runs WHERE name = ?", (name,)).fetchone()
     if found is None:
         told = "INSERT INTO runs (name, plan, begun, sum) VALUES (?, ?, ?, '')"
-        number = db.execute(told, (name, json.dumps(plan), now())).lastrowid
+        with ledger.adding(db):
+            number = db.execute(told, (name, json.dumps(plan), now())).lastrowid
         assert number is not None
         ledgers.seal(db, number)
     else:

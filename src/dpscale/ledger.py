@@ -296,9 +296,16 @@ class Ledger:
     def _total(self, db: sqlite3.Connection) -> tuple[float, float]:
         """ε and δ of all runs together."""
         found = db.execute("SELECT epsilon, delta, sum FROM total").fetchall()
-        if len(found) != 1 or files.checksum(repr(found[0][:2])) != found[0][2]:
-            raise _damaged(self.path, "its total is missing, or not as it was written")
+        if len(found) != 1 or _sum_of_total(db, found[0][:2]) != found[0][2]:
+            raise _damaged(self.path, "its total, or how many runs it has, is not as it was written")
         return found[0][:2]  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def adding(self, db: sqlite3.Connection) -> Iterator[None]:
+        """Within, a run is added, if none is missing."""
+        total = self._total(db)
+        yield
+        db.execute("UPDATE total SET sum = ?", (_sum_of_total(db, total),))
 
     def _as_written(self, db: sqlite3.Connection, number: int | None = None) -> Iterator["_Kept"]:
         """What is kept of each run, or of one. Refused where it is not what was written."""
@@ -412,6 +419,11 @@ def _kept(db: sqlite3.Connection, number: int | None = None) -> list[_Kept]:
     return [_Kept(tuple(row), stretches.get(row[0], []), told, owner) for told, owner, *row in runs]
 
 
+def _sum_of_total(db: sqlite3.Connection, total: tuple[float, float]) -> str:
+    """A checksum of what all runs share, and of how many they are."""
+    return files.checksum(repr((total, db.execute("SELECT count(*), max(id) FROM runs").fetchone())))
+
+
 def seal(db: sqlite3.Connection, number: int) -> None:
     """Write down the checksum of a run as it is now."""
     (kept,) = _kept(db, number)
@@ -488,7 +500,7 @@ def _create(db: sqlite3.Connection, epsilon: float | None, delta: float | None) 
         db.execute(f"CREATE TABLE {table}")
     assert epsilon is not None and delta is not None
     given = float(epsilon), float(delta)
-    db.execute("INSERT INTO total VALUES (?, ?, ?, 0)", (*given, files.checksum(repr(given))))
+    db.execute("INSERT INTO total VALUES (?, ?, ?, 0)", (*given, _sum_of_total(db, given)))
     db.execute(f"PRAGMA application_id = {_MARK}")
     db.execute(f"PRAGMA user_version = {VERSION}")
     db.execute("COMMIT")
