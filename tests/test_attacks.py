@@ -19,8 +19,9 @@ from torch.utils.data import TensorDataset, default_collate
 
 import dpscale
 from dpscale.batches import Collated, mixing
+from dpscale.engine import Engine
 from dpscale.engine.reference import reference_sum
-from dpscale.engine.tape.tape import Tape
+from dpscale.engine.tape.tape import Tape, UnknownOperation
 from dpscale.engine.verify.state import Dice
 from dpscale.noise import fast
 
@@ -799,3 +800,94 @@ def test_a_collate_function_that_draws_from_what_nobody_sees_is_refused():
 
     with pytest.raises(dpscale.UnsupportedModel, match="from a generator that cannot be put back"):
         go(Net(), loader={"collate_fn": fresh})
+
+
+class HasAGenerator(Net):
+    """Draws from a generator of its own, which it may then start anew."""
+
+    def __init__(self, start=None):
+        super().__init__()
+        self.random, self.start = torch.Generator().manual_seed(3), start
+
+    def forward(self, x):
+        out = super().forward(x + 3 * torch.randn(x.shape, generator=self.random))
+        if self.start is not None:
+            self.random.manual_seed(self.start(x))
+        return out
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_a_generator_of_ones_own_that_is_started_from_the_samples_is_refused(how):
+    """One sample that was exchanged moved releases by 12 bounds."""
+    with pytest.raises(dpscale.UnsupportedModel, match="sets 'random' from what is in the samples"):
+        go(HasAGenerator(lambda x: int(1000 * x.abs().sum())), how)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_a_generator_of_ones_own_may_be_drawn_from(how):
+    assert go(HasAGenerator(), how, steps=4).steps_taken == 4
+
+
+class Biased(nn.Module):
+    """Attention with a learned bias, as T5 has it."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.last, self.options = nn.Linear(1, 24), nn.Linear(8, 2), options
+        self.bias = nn.Parameter(torch.zeros(1, 2, 6, 6))
+
+    def forward(self, x):
+        q, k, v = self.into(x[..., None]).view(len(x), 6, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias, **self.options)
+        return self.last(out.transpose(1, 2).flatten(2).mean(1))
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.0}])
+def test_attention_without_dropout_is_followed_however_that_is_said(how, options):
+    found = go(Biased(**options), how, steps=6)._engine.checks()
+    assert found["runs sample by sample"] == "no" and found["times that the model was checked"] <= 5
+
+
+def test_operations_that_change_from_run_to_run_are_said(caplog, monkeypatch):
+    def unknown(*_):
+        raise UnknownOperation
+
+    monkeypatch.setattr(Engine, "_weighed", unknown)
+    model = Net()
+    engine, batch = Engine(model), data()[:24]
+    for _ in range(2):
+        out = engine.scaled_sum(loss_fn, batch, dpscale.Clip(C=1.0))
+    torch.testing.assert_close(out.norms, reference_sum(model, loss_fn, batch, dpscale.Clip(C=1.0))[1])
+    assert engine.checks()["runs sample by sample"] == "yes"
+    assert caplog.text.count("a batch runs sample by sample") == 1
+
+
+class CentredByLarge(Net):
+    def forward(self, x):
+        return super().forward(x - 10 * x[:, :1].mean(0) * (x.abs().max() > 50))
+
+
+@pytest.mark.parametrize("seed", [2, 6, 8, 9])
+@pytest.mark.parametrize("how", ["map", "own loop"])
+def test_rows_unlike_any_before_are_told_by_what_the_model_is_given(how, seed):
+    """Draws of numbers, by which the samples are looked up: an odd one moved releases by 15 bounds."""
+    x, y = torch.randn(200, 6, generator=seeded(seed)), torch.zeros(200, dtype=torch.long)
+    x[5, 0] = 300.0
+    model = CentredByLarge()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sampling = dpscale.Poisson(size=200, batch=16)
+    run = dpscale.privatize(model, optimizer, plan(sampling=sampling, steps=60), seed=seed)
+    drawn = []
+    with pytest.raises(dpscale.UnsupportedModel):
+        for batch in run.batches(TensorDataset(torch.arange(200))):
+            drawn.append(5 in batch.draw.indices)
+            if how == "map":
+                run.step(batch.map(lambda data: (x[data[0]], y[data[0]])), loss_fn)
+            else:
+                (chosen,) = batch
+                run.backward(loss_fn(model, (x[chosen], y[chosen])))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert drawn.index(True) == len(drawn) - 1  # at its first draw, before that is released

@@ -41,7 +41,7 @@ class Batch:
             held as padded rows and lengths, and is packed again for ``loss_fn``, and for whoever takes it out.
         draw: its number, the indices of its samples, and a mask of its rows.
         singles: some of its samples as ``collate_fn`` gives them alone, by their place.
-        rows: numbers that tell its samples apart, from before they were moved or changed.
+        rows: numbers that tell its samples apart, from before they were moved.
         part: which samples of the draw these are, where the batch is a part of one (`Private.parts`); None: all.
 
     Example:
@@ -58,22 +58,26 @@ class Batch:
         part: slice | None = None,
     ) -> None:  # fmt: skip
         self.data, self.draw, self.singles, self.part = data, draw, singles or {}, part
-        self.rows = rows
-        if rows is None and rows_of(data) == draw.rows:
-            self.rows = features([t.reshape(len(draw.mask), -1) for t in tensors_in(data)])
+        self.rows = _features(data, draw) if rows is None else rows
 
     def map(self, change: Callable[[Any], Any]) -> "Batch":
         """The batch with ``change(data)`` for its data. Every row must stay, in its place."""
+        batch = self._changed(change)
+        if (rows := _features(batch.data, self.draw)) is not None:  # what the model is given is another thing now
+            batch.rows = rows
+        return batch
+
+    def _changed(self, change: Callable[[Any], Any]) -> "Batch":
         singles = {place: change(single) for place, single in self.singles.items()}
         return Batch(change(self.data), self.draw, singles, self.rows, self.part)
 
     def to(self, *args: Any, **kwargs: Any) -> "Batch":
         """The batch with every tensor moved or converted, as `torch.Tensor.to` does it."""
-        return self.map(lambda data: over_rows(data, lambda t: t.to(*args, **kwargs)))
+        return self._changed(lambda data: over_rows(data, lambda t: t.to(*args, **kwargs)))
 
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory."""
-        return self.map(lambda data: over_rows(data, lambda t: t.pin_memory() if hasattr(t, "pin_memory") else t))
+        return self._changed(lambda data: over_rows(data, lambda t: t.pin_memory() if hasattr(t, "pin_memory") else t))
 
     def rows_in(self, part: slice) -> Features | None:
         """Of some of its rows."""
@@ -112,6 +116,13 @@ class Batch:
             return value.data if isinstance(value, Batch) else value
 
         return func(*map(bare, args), **{name: bare(value) for name, value in (kwargs or {}).items()})
+
+
+def _features(data: Any, draw: Draw) -> Features | None:
+    """Of the samples of a whole batch on the CPU."""
+    if rows_of(data) != draw.rows:
+        return None
+    return features([t.reshape(len(draw.mask), -1) for t in tensors_in(data)])
 
 
 def _rebuilt(draw: Draw, rows: Features | None, part: slice | None, data: Any, singles: Mapping[int, Any]) -> Batch:

@@ -117,6 +117,7 @@ class Engine:
         self._schedule, self.writes = Schedule(), Writes()
         self._looked: dict[Any, Looked] = {}
         self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
+        self._changes = False  # whether a batch met operations that a look had not, though it looked once more
         self._worth = compile if isinstance(compile, Worth) else None
         backend = inductor if compile is True or isinstance(compile, Worth) else compile
         self._compiled = CompiledSum(model, backend, any_size, most) if backend else None
@@ -149,7 +150,7 @@ class Engine:
         return {
             "times that the model was checked": self._schedule.looks,
             "kinds of model and loss that passed": len(self._looked),
-            "runs sample by sample": "yes" if self._obstacles else "no",
+            "runs sample by sample": "yes" if self._obstacles or self._changes else "no",
         }
 
     def obstacle(self, kind: Any) -> str | None:
@@ -222,6 +223,8 @@ class Engine:
                     evaluated = None
                     if again:
                         self.look(subject, batch, mask, kind, rows)
+        if kind not in self._obstacles:
+            self._note_change()
         return sum_by_sample(model, parameters, run, batch, rule, mask, points, change)
 
     def trust(
@@ -322,6 +325,15 @@ class Engine:
                     "dpscale: runs sample by sample, which is exact and slow: %s. To make it fast, keep each sample in "
                     "rows of its own and run the same operations for every batch.", finding.obstacle,
                 )  # fmt: skip
+
+    def _note_change(self) -> None:
+        """Of a model whose operations are others at every run."""
+        if not self._changes:
+            log.warning(
+                "dpscale: a batch runs sample by sample, which is exact and slow: its operations are not those that "
+                "the model had a moment ago. To make it fast, run the same operations for every batch."
+            )
+        self._changes = True
 
     def _weighed(
         self, parameters: Mapping[str, Tensor], evaluated: Evaluated, rule: Scaling, mask: Tensor,

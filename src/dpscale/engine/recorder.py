@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -28,7 +29,7 @@ from dpscale.engine.result import ScaledSum
 from dpscale.engine.tape.tape import Tape, Watched
 from dpscale.engine.verify.credit import insides, misplaced
 from dpscale.engine.verify.randomness import random_states, set_random_states
-from dpscale.engine.verify.rows import Features
+from dpscale.engine.verify.rows import Features, features
 from dpscale.engine.verify.runs import Subject
 from dpscale.scaling import Scaling
 
@@ -59,6 +60,7 @@ class Recorder:
         ] = {}  # by how many rows a part of a draw has: what its samples are like
         self._each = 1  # rows of a sample
         self._drawn: dict[int, Sequence[Tensor]] = {}  # by how many rows, where their order counts: the tensors drawn
+        self._known: dict[int, weakref.ref[Tensor]] = {}  # tensors of which the features are known, by their id
         self._forwards: list[Forward] = []
         self._running: tuple[Tape, Subject, Any, Any] | None = None
         self._obstacle: str | None = None
@@ -77,6 +79,8 @@ class Recorder:
         self._each, count = each, samples * each
         if each > 1:
             self._drawn[count] = () if count in self._waiting else drawn
+        if rows is not None:
+            self._known |= {id(t): weakref.ref(t) for t in drawn}
         self._waiting[count] = None if count in self._waiting else rows  # of several, whose they are is not known
 
     def stop(self) -> None:
@@ -84,7 +88,8 @@ class Recorder:
         if self._running is not None:  # an interrupt came in the midst of a forward
             self._running[0].__exit__(None, None, None)
             self._running = None
-        self._waiting, self._forwards, self._obstacle, self._twice, self._drawn = {}, [], None, False, {}
+        self._waiting, self._forwards, self._obstacle, self._twice = {}, [], None, False
+        self._drawn, self._known = {}, {}
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -178,12 +183,20 @@ class Recorder:
         found = structure(model)
         subject = Subject(model, trainable(found), run)
         mask = torch.ones(samples, dtype=torch.bool)
-        kind = self._engine.trust(subject, found, batch, mask, self._waiting[count]).kind
+        told = self._features([flat[k] for k in rows], batch, self._waiting[count])
+        kind = self._engine.trust(subject, found, batch, mask, told).kind
         self._obstacle = self._engine.obstacle(kind)
         if self._obstacle is None:
             tape = Tape(subject.parameters, None, self._engine.sites, samples, lenient=True)
             self._running = tape, subject, batch, (kind, mask, random_states())
             tape.__enter__()
+
+    def _features(self, given: Sequence[Tensor], batch: Sequence[Tensor], drawn: Features | None) -> Features | None:
+        """Of what was drawn, and of what a model is given where that is something else: looked up, tokenized."""
+        if all(id(t) in self._known and self._known[id(t)]() is t for t in given):
+            return drawn
+        found = features(batch)
+        return drawn if found is None else found if drawn is None else np.concatenate([drawn, found], 1)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._running is None:

@@ -255,7 +255,7 @@ def _without_hidden_dropout(
         return args, kwargs, False
     p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
     args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-    return args, {k: v for k, v in kwargs.items() if k != "dropout_p"}, p > 0
+    return args, {k: 0.0 if k == "dropout_p" else v for k, v in kwargs.items()}, p > 0
 
 
 class Probe(Numbered, Tape):

@@ -63,6 +63,7 @@ class Surroundings:
         self._parameters = {id(p): p for p in model.parameters()}
         self._containers: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Any, Any]] = []
+        self._starts: set[int] = set()  # of torch's, as they were and as the runs of a look set them
         self._arrays: list[tuple[NDArray[Any], NDArray[Any]]] = []
         self._tensors: list[tuple[str, Tensor, Tensor, int]] = []
         self._sizes: list[int] = []  # of the containers
@@ -80,6 +81,7 @@ class Surroundings:
                 self._sizes.append(len(value))
             elif isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):
                 self._generators.append((value, _state_of(value)))
+                self._starts |= {value.initial_seed()} if isinstance(value, torch.Generator) else set()
             elif isinstance(value, bytearray | array):
                 self._bytes.append((value, value[:]))
             elif isinstance(value, np.ndarray):
@@ -137,6 +139,9 @@ class Surroundings:
                 found[path] = _digest_of_array(value)
             elif isinstance(value, bytearray | array):
                 found[path] = bytes(value)
+            elif isinstance(value, torch.Generator):  # how far it has come may depend on the rows, its start may not
+                start = value.initial_seed()
+                found[path] = None if start in self._starts else start
             elif isinstance(value, list | tuple | deque | dict) and len(value) > _ENTRIES:  # too long to look into
                 last = (*(value.values() if isinstance(value, dict) else value),)[-_MOST:]
                 found[path] = len(value), *(v if isinstance(v, PLAIN) else type(v) for v in last)
@@ -191,6 +196,7 @@ class Surroundings:
 
     def draw_from(self, seed: int) -> None:
         """Start the generators of one's own from a number; they are put back with all else."""
+        self._starts.add(seed)
         for generator, _ in self._generators:
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
