@@ -67,11 +67,12 @@ class Runs:
                 self.surroundings.count_ahead(self.ahead)
             if self.afresh:
                 self.surroundings.draw_from(self.seed)
-            before = host_states()
+            before = None if isinstance(mode, Numbered) else host_states()  # that one looks for itself
             losses = self.subject.run(copied(data))
-            self.drew |= host_states() != before
+            self.drew |= before is not None and host_states() != before
             self.drew_own |= self.surroundings.drew()
-            return losses
+        self.drew |= isinstance(mode, Numbered) and mode.drew_on_host
+        return losses
 
     def taped(
         self, tape: type[Tape], sites: Sites, data: Any, start: list[Any] | None = None, *, weighted: bool = False,
