@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscale.engine import kernels
-from dpscale.engine.compat import example_size
+from dpscale.engine.compat import FakeTensor, example_size
 from dpscale.engine.rules.base import Call, Rule
 from dpscale.engine.rules.forms import (
     Dense,
@@ -223,7 +223,8 @@ class Patches(Form):
         """The gradients as ordinary weight gradients, whose groups are the samples."""
         x, g = wide(self.x).contiguous(), wide(self.g).contiguous()
         setting = self.weight_shape, self.stride, self.padding, self.dilation, self.groups
-        return Dense(torch.ops.dpscale.weight_gradients(x, g, *setting))
+        traced = isinstance(x, FakeTensor)
+        return Dense(torch.ops.dpscale.weight_gradients(x, g, *setting) if traced else _in_groups(x, g, *setting))
 
     def _by_kernel_rows(self) -> Form:
         """The gradients in 2d, a kernel row at a time: only columns are unfolded, so a kernel-height-th is copied.
@@ -375,9 +376,7 @@ def _weight_gradient(
     return grad
 
 
-# An operation of our own: the compiler would lay out the many groups of one image with their channels last.
-@torch.library.custom_op("dpscale::weight_gradients", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
-def _weight_gradients(
+def _in_groups(
     x: Tensor, g: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     groups: int,
 ) -> Tensor:  # fmt: skip
@@ -390,6 +389,16 @@ def _weight_gradients(
         made = _weight_gradient(images, given, many, stride, padding, dilation, samples * groups)
         out[chunk] = made.unflatten(0, (samples, outputs))
     return out
+
+
+# An operation of our own: the compiler would lay out the many groups of one image with their channels last. Eager steps
+# do without: to call it takes longer than a small convolution.
+@torch.library.custom_op("dpscale::weight_gradients", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
+def _weight_gradients(
+    x: Tensor, g: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    groups: int,
+) -> Tensor:  # fmt: skip
+    return _in_groups(x, g, shape, stride, padding, dilation, groups)
 
 
 @_weight_gradients.register_fake

@@ -69,17 +69,27 @@ def arrived(losses: Tensor, places: Sequence[Place]) -> Sequence[Tensor | None]:
     return _grad(losses, [edge for edge, _ in places], torch.ones_like(losses)) if places else ()
 
 
-def credited(run: TapedRun, weights: Mapping[int, float], weigh: Weigh) -> Gradient:
-    """The gradients that a taped run credits to some rows, added up, each with a weight of its own.
+def credited(run: TapedRun, mixtures: Sequence[Mapping[int, float]], weigh: Weigh) -> list[Gradient]:
+    """The gradients that a taped run credits to some rows, added up, each with a weight of its own; for each mixture.
 
     What arrives at an operation may be the same where what it multiplies is not: a layer of zeros sends nothing back,
     and its own gradient is made of its input.
     """
-    if not weights:
-        return {}
+    rows = sorted({row for mixture in mixtures for row in mixture})
+    if not rows:
+        return [{} for _ in mixtures]
     with exactly(run.tape.device):
-        forms = gradients([run.tape], [run.grads], torch.tensor(list(weights), device=run.tape.device))
-    return weigh(forms, list(weights.values()))
+        forms = gradients([run.tape], [run.grads], torch.tensor(rows, device=run.tape.device))
+    return [weigh(among(forms, rows, list(each)), list(each.values())) if each else {} for each in mixtures]
+
+
+def among(forms: Forms, rows: Sequence[int], some: Sequence[int]) -> Forms:
+    """The gradients of some of those rows that the forms are of. What is not finite in others is left out with them."""
+    if list(some) == list(rows):
+        return forms
+    places = torch.tensor([rows.index(i) for i in some])
+    with torch.no_grad():
+        return {name: form.take(places) for name, form in forms.items()}
 
 
 def levels(sizes: Sequence[float]) -> list[float]:

@@ -97,29 +97,30 @@ class Glance:
         """The losses of the whole batch, if they and what is credited to a row are those of that row alone: the rarest
         of few has the same among empty ones, one that is like most has the same among copies of itself in the whole
         batch, dropout included; and all of these have there what they have among few, and alone."""
-        middle, last = ROWS // 2, self._kept[-1]
+        middle, last, alone = ROWS // 2, self._kept[-1], [{k: 1.0} for k in range(ROWS)]
         # Taped runs are compared with taped ones: operations may round in another way there.
         few = self._taped(sites, rows)
-        if not self._agree(few, self._taped(sites, replaced(rows, neutral(rows), [middle])), middle):
+        each = self._agree(few, self._taped(sites, replaced(rows, neutral(rows), [middle])), middle, alone)
+        if few is None or each is None or self._few_apart(rows, [i for i in range(ROWS) if i != middle]) is None:
             return None
-        if self._few_apart(rows, [i for i in range(ROWS) if i != middle]) is None:
-            return None
+        level = levels([size(one) for one in each])
+        mixture = by_row(self._kept, level)
         if self._own is None:
             whole = self._taped(sites, self._batch, dropped=True, weighted=True)
         else:
             whole = self._own(sites, self._surroundings, self._runs.seed, [])
-        if not self._agree(whole, self._taped(sites, self._copies(), dropped=True), last):
-            return None
-        if self._drops:
+        mixtures = [{last: 1.0}] if self._draws or self._drops else [{last: 1.0}, mixture]
+        credit = self._agree(whole, self._taped(sites, self._copies(), dropped=True), last, mixtures)
+        if credit is not None and self._drops:
             whole = self._taped(sites, self._batch)
-        if few is None or whole is None:
+        if whole is None or credit is None:
             return None
-        each = [self._runs.credited(few, {k: 1.0}) for k in range(ROWS)]
-        level = levels([size(one) for one in each])
         self.odd = {i for i, weight in zip(self._kept, level, strict=True) if not weight} | odd_among(whole.losses)
         if self._draws:
             return whole.losses if self._as_among_few_that_drew_alike(level, rows) else None
-        return whole.losses if self._as_among_few(few, each, level, whole, rows) else None
+        credit = self._runs.credited(whole, mixture) if self._drops else credit
+        as_among_few = self._as_among_few((few.losses, each), (whole.losses, credit[-1]), level, rows)
+        return whole.losses if as_among_few else None
 
     def _as_among_few_that_drew_alike(self, level: Sequence[float], rows: Any) -> bool:
         """The same of a model that draws: few rows are given what was drawn for them in the whole batch."""
@@ -140,16 +141,17 @@ class Glance:
         )
 
     def _as_among_few(
-        self, few: TapedRun, each: Sequence[Gradient], level: Sequence[float], whole: TapedRun, rows: Any
-    ) -> bool:
+        self, ours: tuple[Tensor, Sequence[Gradient]], theirs: tuple[Tensor, Gradient], level: Sequence[float],
+        rows: Any,
+    ) -> bool:  # fmt: skip
         """Whether our rows have the losses and gradients that they have among few, and the one in the middle alone."""
+        (few, each), (whole, mixture) = ours, theirs
         (loss, alone), middle = self._alone(rows), ROWS // 2
         return (
-            all(self._near(whole.losses[i], few.losses[k], whole.losses) for k, i in enumerate(self._kept))
-            and self._near(few.losses[middle], loss, few.losses)
+            all(self._near(whole[i], few[k], whole) for k, i in enumerate(self._kept))
+            and self._near(few[middle], loss, few)
             and apart(alone, each[middle], reshaped(self._eps)) is None
-            and apart(self._runs.credited(whole, by_row(self._kept, level)), added(each, level), reshaped(self._eps))
-            is None
+            and apart(mixture, added(each, level), reshaped(self._eps)) is None
         )
 
     def _alone(self, rows: Any) -> tuple[Tensor, Gradient]:
@@ -194,21 +196,22 @@ class Glance:
         own = [self._run(single)[0][0] for single in singles.values()]
         return all(any(close(loss, one, losses, self._eps) for loss in losses) for one in own)
 
-    def _agree(self, ours: TapedRun | None, theirs: TapedRun | None, i: int) -> bool:
-        """Whether row i, what is credited to it and the state are the same in both runs; and what parameters alone
-        meet."""
+    def _agree(
+        self, ours: TapedRun | None, theirs: TapedRun | None, i: int, mixtures: Sequence[Mapping[int, float]]
+    ) -> list[Gradient] | None:
+        """What our run credits to mixtures, row i alone among them, if that row, what is credited to it and the state
+        are the same in both runs; and what parameters alone meet."""
         if ours is None or theirs is None or ours.astray or not same(ours.losses[i], theirs.losses[i]):
-            return False
-        if (
-            apart(self._runs.credited(ours, {i: 1.0}), self._runs.credited(theirs, {i: 1.0}), coarseness(ours))
-            is not None
-        ):
-            return False
+            return None
+        alone: Mapping[int, float] = {i: 1.0}
+        credit, (other,) = self._runs.credited(ours, *mixtures), self._runs.credited(theirs, alone)
+        if apart(credit[mixtures.index(alone)], other, coarseness(ours)) is not None:
+            return None
         if not _same_constants(ours.shared, theirs.shared):
-            return False
+            return None
         self._learned += ours.shared
         self._surroundings.compare(ours.left, theirs.left)
-        return True
+        return credit
 
     def _taped(self, sites: Sites, data: Any, *, dropped: bool = False, weighted: bool = False) -> TapedRun | None:
         """A taped run; with dropout, at the random numbers of the step's own. None if gradients go past the tape."""

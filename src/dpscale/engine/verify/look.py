@@ -13,7 +13,7 @@ The same runs show where the samples are in every operation that parameters meet
 Where that cannot be told, the model is right but cannot be followed: it is run sample by sample.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from dpscale.engine.combine import Forms, exactly, gradients
 from dpscale.engine.compat import has_hooks
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import OpName, Site, Sites
+from dpscale.engine.verify.credit import among
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS, Obstacle, places
 from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped
@@ -160,8 +161,8 @@ class Look:
             for probe in self._probes:
                 probe.place(base.calls, sites)
             self._check_arrived(base, sent, others)
-            self._check_credit(base, sent, mixed)
-            each = self._check_credited(base, sent, others, mixed)
+            forms = self._check_credit(base, sent, mixed)
+            each = self._check_credited(base, sent, others, mixed, forms)
             if empty is not None:
                 self._check_among_nothing(each[ROWS // 2], *empty, base.eps)
             if alone is not None:
@@ -409,9 +410,9 @@ class Look:
             if apart(sent[i], theirs, _rounding(base, probe)) is not None:
                 raise UnsupportedModel(BACKWARD)
 
-    def _check_credit(self, base: Probe, sent: Sequence[Gradient], mixed: Gradient) -> None:
-        """The tape's gradients are autograd's, of a mixture of all rows: were rows credited to other samples, the
-        mixture would be another one."""
+    def _check_credit(self, base: Probe, sent: Sequence[Gradient], mixed: Gradient) -> Forms:
+        """The tape's gradients, which are autograd's, of a mixture of all rows: were rows credited to other samples,
+        the mixture would be another one."""
         past = next((name for way, name in mixed if way == "past"), None)
         if past is not None:
             raise Obstacle(
@@ -421,12 +422,13 @@ class Look:
         forms = _forms(base, added(sent))
         theirs = {name: g for (_, name), g in mixed.items()}
         if not np.isfinite(size(theirs)):
-            return
+            return forms
         if (name := apart(self._runs.weighted(forms, _MIXED), theirs, _exactness(base))) is not None:
             raise Obstacle(f"what is credited to a row is not its gradient at parameter {name!r}")
+        return forms
 
     def _check_credited(
-        self, base: Probe, sent: Sequence[Gradient], others: Sequence[Any], mixed: Gradient
+        self, base: Probe, sent: Sequence[Gradient], others: Sequence[Any], mixed: Gradient, credit: Forms
     ) -> list[Gradient]:
         """In other company a row is credited with the same gradient; that of each row.
 
@@ -434,8 +436,10 @@ class Look:
         made of its input.
         """
         each = []
+        finite = all(np.isfinite(size(one)) for one in sent)  # what is not may lie in the rows of others, too
         for i, (probe, theirs, data) in enumerate(others):
-            forms = _forms(base, sent[i], torch.tensor([i], device=base.device))
+            own = torch.tensor([i], device=base.device)
+            forms = among(credit, range(ROWS), [i]) if finite else _forms(base, sent[i], own)
             ours = self._runs.weighted(forms, [1.0])
             if i == ROWS // 2:
                 self._check_norm(base, forms, mixed)
@@ -508,13 +512,13 @@ def _require_no_hooks(parameters: Mapping[str, Tensor]) -> None:
             raise Obstacle(f"parameter {name!r} has a hook (register_hook), which needs its gradient as a whole")
 
 
-def around(rows: Any, i: int, batch: Any, features: Features | None, rng: np.random.Generator) -> list[Any]:
+def around(rows: Any, i: int, batch: Any, features: Features | None, rng: np.random.Generator) -> Iterator[Any]:
     """The rows with others in the place of all but row i: a few ways, should a model not take one.
 
     First for the row in the middle, the rarest: among copies of itself, which shows what counts rows that are alike;
     for the first: among others of the batch; for the last: among copies of an extreme one.
     """
-    others = companies(count_of(batch), features, ROWS, rng)
-    ways = [take(rows, [i] * ROWS), *(replaced(rows, take(batch, way), [i]) for way in others)]
+    ways = [None, *companies(count_of(batch), features, ROWS, rng)]  # None: of copies of itself
     first = (1, 0, 2)[i]
-    return [*ways[first:], *ways[:first]]
+    for way in [*ways[first:], *ways[:first]]:
+        yield take(rows, [i] * ROWS) if way is None else replaced(rows, take(batch, way), [i])

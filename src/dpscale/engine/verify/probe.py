@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dpscale.engine.compat import tree_flatten, tree_leaves
-from dpscale.engine.modules import PLAIN
+from dpscale.engine.compat import tree_leaves
 from dpscale.engine.tape.tape import (
     OpName,
     ParameterOps,
@@ -25,8 +24,10 @@ from dpscale.engine.tape.tape import (
     TapedOp,
     as_now,
     asks,
+    flattened,
     result,
     tensors_in,
+    tensors_of,
 )
 from dpscale.engine.verify.randomness import host_states, seed_torch, torch_seeds, torch_states
 
@@ -67,6 +68,12 @@ class UndroppedTape(Tape):
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it; dropout is left out."""
         return _undropped(func, args, kwargs)
+
+
+def _takes_tf32(func: Callable[..., Any]) -> bool:
+    """Whether an operation on a GPU may be computed with fewer digits than its numbers have."""
+    convolves = "conv" in getattr(func, "__name__", "")
+    return torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
 
 
 def _undropped(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,6 +136,7 @@ class Numbered(ParameterOps):
         self.draws_freely = False  # whether anything but dropout drew: a branch may ask for it
         self.drops = False  # whether a dropout was left out
         self.unmatched = False  # whether random numbers could not be given to the row that they were drawn for
+        self.drew_on_host = False  # whether Python's generator or numpy's was drawn from, which knows nothing of rows
         self.seeds: list[list[int]] = []  # that the forward itself started torch's generators from
         self.outputs: list[list[Tensor]] = []
         self.eps = 2.0**-52  # of the coarsest numbers that it computes with
@@ -156,7 +164,7 @@ class Numbered(ParameterOps):
             self._note_seeds()
             seed_torch(self._seed + self._drew)
             self._seeded, before = torch_seeds(), torch_states()
-        met = any(id(t) in self.keys for t in tensors_in(args, kwargs))
+        met = bool(self.keys) and self.consumes((*args, *kwargs.values()))
         out = (self.meet if met else self.pass_by)(func, args, kwargs)
         made = result(func, args, out)
         drew = before is not None and torch_states() != before
@@ -183,7 +191,8 @@ class Numbered(ParameterOps):
         super().__exit__(*error)
         if not self._entered and error[0] is None:
             host, torchs = self._start
-            self.unmatched |= host_states() != host  # numbers of Python's or numpy's generators know nothing of rows
+            self.drew_on_host |= host_states() != host
+            self.unmatched |= self.drew_on_host
             if torchs is not None and torch_states() != torchs:
                 raise DrewUnseen
             self._note_seeds()
@@ -195,9 +204,7 @@ class Numbered(ParameterOps):
 
     def _note_precision(self, func: Callable[..., Any], made: Any) -> None:
         if isinstance(made, Tensor) and made.is_floating_point():
-            convolves = "conv" in getattr(func, "__name__", "")
-            coarse = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
-            tf32 = made.is_cuda and made.dtype == torch.float32 and coarse
+            tf32 = made.is_cuda and made.dtype == torch.float32 and _takes_tf32(func)
             self.eps = max(self.eps, 2.0**-10 if tf32 else torch.finfo(made.dtype).eps)
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -329,8 +336,8 @@ class Probe(Numbered, Tape):
     ) -> None:  # fmt: skip
         """Note every differentiable output; where the samples are in it is found out later."""
         call = self.calls[-1]
-        call.inputs = [t.detach() if isinstance(t, Tensor) else t for t in tree_flatten((args, kwargs))[0]]
-        call.outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        call.inputs = [t.detach() if isinstance(t, Tensor) else t for t in flattened(args, kwargs)[0]]
+        call.outputs = tensors_of(out)
         call.edges = {k: get_gradient_edge(t) for k, t in enumerate(call.outputs) if t.requires_grad}
         call.outputs = [t.detach() for t in call.outputs]
         if not call.edges:
@@ -409,10 +416,4 @@ class Growth:
 
 def _shapes(values: Iterable[Any]) -> Shapes:
     """Of the tensors among some values, containers included."""
-    found: list[torch.Size] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value.shape)
-        elif not isinstance(value, PLAIN):  # containers of any kind, batches of ours too
-            found += [t.shape for t in tree_leaves(value) if isinstance(t, Tensor)]
-    return tuple(found)
+    return tuple([t.shape for t in flattened(tuple(values), {})[0] if isinstance(t, Tensor)])

@@ -67,11 +67,12 @@ class Runs:
                 self.surroundings.count_ahead(self.ahead)
             if self.afresh:
                 self.surroundings.draw_from(self.seed)
-            before = host_states()
+            before = None if isinstance(mode, Numbered) else host_states()  # that one looks for itself
             losses = self.subject.run(copied(data))
-            self.drew |= host_states() != before
+            self.drew |= before is not None and host_states() != before
             self.drew_own |= self.surroundings.drew()
-            return losses
+        self.drew |= isinstance(mode, Numbered) and mode.drew_on_host
+        return losses
 
     def taped(
         self, tape: type[Tape], sites: Sites, data: Any, start: list[Any] | None = None, *, weighted: bool = False,
@@ -105,15 +106,14 @@ class Runs:
         targets = self.subject.parameters if values is None else values
         return {name: self._sketch.of(g) for name, g in gradient(losses, weights, targets).items()}
 
-    def credited(self, run: TapedRun, weights: Mapping[int, float]) -> Gradient:
-        """What a taped run credits to some rows, each with a weight of its own, as it is compared."""
-        return credited(run, weights, self.weighted)
+    def credited(self, run: TapedRun, *mixtures: Mapping[int, float]) -> list[Gradient]:
+        """What a taped run credits to mixtures of rows, as it is compared."""
+        return credited(run, mixtures, self.weighted)
 
     def weighted(self, forms: Forms, weights: Sequence[float]) -> Gradient:
         """Weighted sums of per-sample gradients, as they are compared."""
-        found: Gradient = {}
-        for name, form in forms.items():
-            p = self.subject.parameters[name]
-            with exactly(p.device):
-                found[name] = self._sketch.weighted(form, torch.tensor(weights, device=p.device), p.shape)
-        return found
+        parameters = self.subject.parameters
+        device = next(iter(parameters.values())).device
+        with exactly(device):
+            weights_B = torch.tensor(weights, device=device)
+            return {n: self._sketch.weighted(form, weights_B, parameters[n].shape) for n, form in forms.items()}

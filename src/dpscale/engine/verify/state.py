@@ -88,6 +88,9 @@ class Surroundings:
                 if value.size <= _NUMBERS:
                     self._arrays.append((value, value.copy()))
                 self._too_large |= value.size > _NUMBERS
+        self._held = list(_entries(content for _, content in self._containers))
+        self._written = [(then, value.shape) for _, _, value, then in self._tensors]
+        self._compared = [(t, value) for _, t, value, _ in self._tensors if _quick(t)]
 
     @cached_property
     def _before(self) -> dict[str, Any]:
@@ -108,11 +111,8 @@ class Surroundings:
             self._too_large
             or any(get() is not value for (_, get, _), value in zip(self._variables, self._values, strict=True))
             or not self._same_objects()
-            or any(
-                version(t) != then
-                or ((t.numel() <= _LARGE or not isinstance(t, nn.Parameter)) and not _equal(t.detach(), value))
-                for _, t, value, then in self._tensors
-            )
+            or [(version(t), t.shape) for _, t, _, _ in self._tensors] != self._written
+            or not all([_equal(t, value) for t, value in self._compared])
             or any(own.tobytes() != content.tobytes() for own, content in self._arrays)
             or any(own != content for own, content in self._bytes)
             or self.drew()
@@ -122,8 +122,7 @@ class Surroundings:
         """Whether all containers hold what they held; in one go, for there are a dozen to a module."""
         if [len(container) for container, _ in self._containers] != self._sizes:
             return False
-        filled = [pair for pair in self._containers if pair[1]]
-        return all(map(is_, _entries(own for own, _ in filled), _entries(content for _, content in filled)))
+        return all(map(is_, _entries(own for own, _ in self._containers if own), self._held))
 
     def now(self) -> dict[str, Any]:
         """Everything that is no parameter, by its path, as it is now: plain values, and copies of tensors."""
@@ -468,12 +467,20 @@ def _inside(value: Any) -> bool:
     return not isinstance(value, (*PLAIN, *_OPAQUE))
 
 
+def _quick(t: Tensor) -> bool:
+    """Whether it is compared by value after each run; of large parameters it is seen that they were written."""
+    return t.numel() <= _LARGE or not isinstance(t, nn.Parameter)
+
+
 def _equal(a: Any, b: Any) -> bool:
     """To the bit; NaN is NaN."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
-        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+        if torch.equal(a, b):
+            return True
+        a, b = a.detach(), b.detach()
+        return bool(((a == b) | ((a != a) & (b != b))).all())
     if type(a) is not type(b):
         return False
     return bool(a == b) or (a != a and b != b)

@@ -136,7 +136,7 @@ class WholeBatch:
 
     def _credited(self, run: TapedRun, weights: Sequence[Mapping[int, float]]) -> list[Gradient]:
         try:
-            return [self._runs.credited(run, each) for each in weights] if run.grads else []
+            return self._runs.credited(run, *weights) if run.grads else []
         except (UnsupportedModel, RuntimeError, ValueError, IndexError, NotImplementedError) as error:
             raise Obstacle(ALONE.format(error)) from error
 
