@@ -891,3 +891,86 @@ def test_rows_unlike_any_before_are_told_by_what_the_model_is_given(how, seed):
                 optimizer.step()
                 optimizer.zero_grad()
     assert drawn.index(True) == len(drawn) - 1  # at its first draw, before that is released
+
+
+class Pooled(nn.Module):
+    """The mean over words, the padding too or not, before a head of zeros: every loss is log 2."""
+
+    def __init__(self, masks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.masks = nn.Linear(6, 16), nn.Linear(16, 2, bias=False), masks
+        nn.init.zeros_(self.last.weight)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        mask = (x != 0).any(2, keepdim=True) if self.masks else torch.ones_like(x[..., :1])
+        return self.last((h * mask).sum(1) / mask.sum(1))
+
+
+def words():
+    g = seeded(1)
+    lengths = [400 if i == 7 else 2 + i % 4 for i in range(SIZE)]
+    return [(torch.randn(length, 6, generator=g) + 2, torch.tensor(0)) for length in lengths]
+
+
+def as_long_as_the_longest(samples):
+    x = nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True)
+    return x, torch.stack([y for _, y in samples])
+
+
+def longest_first(samples):
+    return as_long_as_the_longest(sorted(samples, key=lambda sample: -len(sample[0])))
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("micro_batch", [None, 7])
+@pytest.mark.parametrize("collate", [as_long_as_the_longest, longest_first])
+def test_padding_that_a_head_of_zeros_hides_is_refused(collate, micro_batch, masks):
+    """One long sample moved releases by 27 bounds through the padding of others."""
+    model = Pooled(masks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    planned = plan(sampling=dpscale.Poisson(size=SIZE, batch=24), steps=5)
+    run = dpscale.privatize(model, optimizer, planned, seed=1, micro_batch=micro_batch)
+    with (
+        contextlib.nullcontext() if masks else pytest.raises(dpscale.UnsupportedModel, match="alone has a gr")
+    ):
+        for batch in run.batches(words(), collate_fn=collate):
+            run.step(batch, loss_fn)
+    assert run.steps_taken == 5 * masks and run._engine._obstacles == {}
+
+
+class NormedWithin(nn.Module):
+    """Rows of zeros have a finite loss, and a gradient that is not. Among more than four, others enter a gradient."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.mixes = nn.Linear(6, 8, bias=False), nn.Linear(8, 2), mixes
+
+    def forward(self, x):
+        h = self.first(x)
+        h = h / (h.var(1, keepdim=True).sqrt() + 0.1)
+        out = self.last(h)
+        if self.mixes and len(x) > 4:
+            through = self.last((h + 3 * x[:, :1].mean(0)).detach())
+            out = out + (through - through.detach())
+        return out + 0.1 * torch.randn_like(out)
+
+
+@pytest.mark.parametrize("seed", [2, 4, 5])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_rows_without_a_gradient_hide_none_of_others_where_a_model_draws(mixes, seed):
+    """One exchanged sample moved releases by 25 bounds."""
+    g = seeded(seed)
+    x = torch.randn(SIZE, 6, generator=g)
+    x[torch.rand(SIZE, generator=g) < 0.6] = 0
+    model = NormedWithin(mixes)
+    run = dpscale.privatize(
+        model, torch.optim.SGD(model.parameters(), lr=0.0),
+        plan(sampling=dpscale.Poisson(size=SIZE, batch=40), steps=9), seed=seed,
+    )  # fmt: skip
+    with pytest.raises(dpscale.UnsupportedModel) if mixes else contextlib.nullcontext():
+        for batch in run.batches(TensorDataset(x, torch.zeros(SIZE, dtype=torch.long))):
+            run.step(batch, loss_fn)
+    assert run.steps_taken == (0 if mixes else 9)

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpscale.checks import out_of_memory
@@ -49,7 +50,7 @@ from dpscale.engine.verify.glance import Glance
 from dpscale.engine.verify.look import Finding, Look
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
-from dpscale.engine.verify.rows import Features, choose, features
+from dpscale.engine.verify.rows import Features, choose, count_of, features, replaced, take
 from dpscale.engine.verify.runs import Subject
 from dpscale.engine.verify.schedule import Due, Schedule
 from dpscale.scaling import Scaling
@@ -269,15 +270,15 @@ class Engine:
             require_finite(subject.model)
         require_real(subject.parameters)
         own = OwnRun(subject, batch, mask) if shares else None
-        judge = partial(self._judge, subject, batch, rows, kind=kind, due=due, seed=seed)
+        judge = partial(self._judge, subject, rows, kind=kind, due=due, seed=seed)
         chance = np.random.default_rng(number)
         try:
             with waiting("checking") if number else phase("checking"):  # later ones are short, as a rule
                 kept = choose(rows, available, [i for i in due.first if mask[i]], ROWS, chance)
-                odd = judge(kept, singles=singles or {}, rest=rest, own=own)
+                odd = judge(kept, batch, singles=singles, rest=rest, own=own)
                 available = np.setdiff1d(available, [*odd])
                 if odd and len(available):  # such rows show what meets them; of others nothing can be seen beside them
-                    judge(choose(rows, available, [], ROWS, chance), singles={}, rest=(), own=None)
+                    judge(choose(rows, available, [], ROWS, chance), _without(batch, available))
                 if own is not None and kind in self._obstacles:
                     own.drop()
         except BaseException:  # whatever ended it: what was not looked at to the end is not known
@@ -289,8 +290,8 @@ class Engine:
         return own.evaluated if own else None
 
     def _judge(
-        self, subject: Subject, batch: Any, rows: Features | None, kept: Sequence[int], *, kind: Any, due: Due,
-        seed: int, singles: Mapping[int, Any], rest: Sequence[Any], own: OwnRun | None,
+        self, subject: Subject, rows: Features | None, kept: Sequence[int], batch: Any, *, kind: Any, due: Due,
+        seed: int, singles: Mapping[int, Any] | None = None, rest: Sequence[Any] = (), own: OwnRun | None = None,
     ) -> Collection[int]:  # fmt: skip
         """Judge by these rows: at a glance, if that will do. The rows that are found odd: nothing of them is finite."""
         known = self._looked.get(kind)
@@ -299,7 +300,7 @@ class Engine:
                 subject, batch, kept, sites=None if kind in self._obstacles else self._sites, seed=seed,
                 draws=known.draws, drops=known.drops, eps=known.eps, own=own,
             )  # fmt: skip
-            if glance(singles, rest):
+            if glance(singles or {}, rest):
                 return glance.odd
         look = Look(subject, batch, rows, kept, singles=singles, rest=rest, again=known is not None, seed=seed,
                     own=own)  # fmt: skip
@@ -354,6 +355,11 @@ class Engine:
                 }
                 forms = {n: Dense(g) for n, g in change(whole, slice(0, len(mask))).items()}
             return combine(forms, rule, mask, parameters, losses)
+
+
+def _without(batch: Any, available: NDArray[np.int64]) -> Any:
+    """A batch in which copies of an available row are in the place of those that are not."""
+    return replaced(batch, take(batch, [int(available[0])] * count_of(batch)), available.tolist())
 
 
 def _at(subject: Subject, values: Mapping[str, Tensor]) -> Subject:

@@ -5,22 +5,25 @@ sizes and settings need less: losses in other company and alone, what is left be
 row, weighted and in other company. Whatever is not as expected, for a good reason or a bad one, is left to a look.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import Shared, Site, Sites, Tape, shapes_of, unrecorded
+from dpscale.engine.verify.collation import Alone, farness
 from dpscale.engine.verify.credit import TapedRun, by_row, coarseness, levels
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
 from dpscale.engine.verify.probe import Undropped, UndroppedTape
 from dpscale.engine.verify.rows import count_of, neutral, odd_among, replaced, take
 from dpscale.engine.verify.runs import Runs, Subject
-from dpscale.engine.verify.values import Gradient, added, apart, close, near, reshaped, same, size
+from dpscale.engine.verify.values import Gradient, added, apart, near, reshaped, same, size
 
 
 class Glance:
@@ -79,8 +82,18 @@ class Glance:
 
     def _as_expected(self, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
         rows = take(self._batch, self._kept)
-        whole = self._unfollowed(rows) if self._sites is None else self._followed(self._sites, rows)
-        return whole is not None and (not singles or self._collated(whole, singles, rest))
+        if self._sites is None:
+            losses, sent = self._unfollowed(rows), self._sent_alone
+        else:
+            run = self._followed(self._sites, rows)
+            losses, sent = (None, self._sent_alone) if run is None else (run.losses, partial(self._credited_to, run))
+        return losses is not None and (not singles or self._collated(losses, sent, singles, rest))
+
+    def _sent_alone(self, i: int) -> Gradient:
+        return self._alone(take(self._batch, [i] * ROWS))[1]
+
+    def _credited_to(self, run: TapedRun, i: int) -> Gradient:
+        return self._runs.credited(run, {i: 1.0})[0]
 
     def _unfollowed(self, rows: Any) -> Tensor | None:
         """The losses of the whole batch, if they are each sample's own: so are the gradients, one sample at a time."""
@@ -93,10 +106,10 @@ class Glance:
                 return None
         return losses
 
-    def _followed(self, sites: Sites, rows: Any) -> Tensor | None:
-        """The losses of the whole batch, if they and what is credited to a row are those of that row alone: the rarest
-        of few has the same among empty ones, one that is like most has the same among copies of itself in the whole
-        batch, dropout included; and all of these have there what they have among few, and alone."""
+    def _followed(self, sites: Sites, rows: Any) -> TapedRun | None:
+        """The run of the whole batch, if its losses and what is credited to a row are those of that row alone: the
+        rarest of few has the same among empty ones, one that is like most has the same among copies of itself in the
+        whole batch, dropout included; and all of these have there what they have among few, and alone."""
         middle, last, alone = ROWS // 2, self._kept[-1], [{k: 1.0} for k in range(ROWS)]
         # Taped runs are compared with taped ones: operations may round in another way there.
         few = self._taped(sites, rows)
@@ -117,12 +130,12 @@ class Glance:
             return None
         self.odd = {i for i, weight in zip(self._kept, level, strict=True) if not weight} | odd_among(whole.losses)
         if self._draws:
-            return whole.losses if self._as_among_few_that_drew_alike(level, rows) else None
+            return whole if self._as_among_few_that_drew_alike(whole, level, rows) else None
         credit = self._runs.credited(whole, mixture) if self._drops else credit
         as_among_few = self._as_among_few((few.losses, each), (whole.losses, credit[-1]), level, rows)
-        return whole.losses if as_among_few else None
+        return whole if as_among_few else None
 
-    def _as_among_few_that_drew_alike(self, level: Sequence[float], rows: Any) -> bool:
+    def _as_among_few_that_drew_alike(self, whole: TapedRun, level: Sequence[float], rows: Any) -> bool:
         """The same of a model that draws: few rows are given what was drawn for them in the whole batch."""
         runs, samples = self._runs, count_of(self._batch)
         if samples <= ROWS:
@@ -131,6 +144,8 @@ class Glance:
         theirs = runs.losses(many, self._batch)
         credit = runs.gradient(theirs, [weights.get(i, 0.0) for i in range(samples)])
         self._surroundings.left_behind()
+        if not np.isfinite(size(credit)):
+            self.odd |= runs.without_gradient(whole)
         found = runs.drawn_alike(rows, (many.draws, self._kept, samples), level)
         if found is None:
             return True
@@ -191,10 +206,24 @@ class Glance:
     def _near(self, a: Tensor, b: Tensor, scale: Tensor) -> bool:
         return near(a, b, scale, self._eps)
 
-    def _collated(self, whole: Tensor, singles: Mapping[int, Any], rest: Sequence[Any]) -> bool:
-        losses = torch.cat([whole, *(self._run(part)[0] for part in rest)])
-        own = [self._run(single)[0][0] for single in singles.values()]
-        return all(any(close(loss, one, losses, self._eps) for loss in losses) for one in own)
+    def _collated(
+        self, whole: Tensor, gradient_of: Callable[[int], Gradient], singles: Mapping[int, Any], rest: Sequence[Any]
+    ) -> bool:
+        """Whether some rows have the losses and gradients of samples that were collated alone."""
+        left = dict(singles)
+        for place, single in singles.items():
+            losses = self._runs.losses(self._undropped(), single)
+            left[place] = Alone(single, losses[0].detach(), self._runs.gradient(losses, [1.0]), self._eps)
+            self._surroundings.left_behind()
+        left = {p: alone for p, alone in left.items() if farness(alone, whole, p, self._eps, gradient_of)}
+        start = len(whole)
+        for part in rest if left else ():
+            losses = self._runs.losses(self._undropped(), part)
+            sent = partial(self._runs.sent_by, losses)
+            left = {p: alone for p, alone in left.items() if farness(alone, losses, p - start, self._eps, sent)}
+            self._surroundings.left_behind()
+            start += len(losses)
+        return not left
 
     def _agree(
         self, ours: TapedRun | None, theirs: TapedRun | None, i: int, mixtures: Sequence[Mapping[int, float]]

@@ -26,6 +26,7 @@ from dpscale.engine.combine import Forms, exactly, gradients
 from dpscale.engine.compat import has_hooks
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.tape.tape import OpName, Site, Sites
+from dpscale.engine.verify.collation import Alone, farness
 from dpscale.engine.verify.credit import among
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS, Obstacle, places
@@ -38,7 +39,6 @@ from dpscale.engine.verify.values import (
     Gradient,
     added,
     apart,
-    close,
     gradient,
     near,
     relative,
@@ -330,28 +330,34 @@ class Look:
 
     def _collated(self) -> None:
         """Rows as ``collate_fn`` gives them for one sample alone. It may have put them into another order."""
-        if not self._singles:
-            return
-        together = self._runs.numbered()
-        losses = torch.cat([self._runs.losses(together, part).detach() for part in (self._batch, *self._rest)])
-        self._surroundings.restore()
-        for single in self._singles.values():
-            alone = self._runs.numbered()
+        left: dict[int, tuple[Alone, float]] = {}  # what no row is yet found to be like, and how far the nearest is
+        for place, single in self._singles.items():
+            mode = self._runs.numbered()
             try:
-                own = self._runs.losses(alone, single)[0]
+                losses = self._runs.losses(mode, single)
             except (UnsupportedModel, DrewUnseen):
                 raise
             except Exception:  # a model may need several
                 continue
+            else:
+                if not mode.draws:
+                    sent = self._runs.gradient(losses, [1.0])
+                    left[place] = Alone(single, losses[0].detach(), sent, mode.eps), np.inf
             finally:
                 self._surroundings.restore()
-            eps = max(together.eps, alone.eps)
-            if not (together.draws or alone.draws) and not any(close(loss, own, losses, eps) for loss in losses):
-                raise UnsupportedModel(
-                    f"A sample that is collated alone has the loss {own.item():.6g}; among others, as collate_fn puts "
-                    "it, no row has. What collate_fn makes of one sample (its padding) depends on the others. Mask the "
-                    "padding in the model and in the loss, or pad to a fixed length."
-                )
+        start = 0
+        for part in (self._batch, *self._rest) if left else ():
+            mode = self._runs.numbered()
+            losses = self._runs.losses(mode, part)
+            for place, (alone, nearest) in left.items():
+                eps, sent_by = max(alone.eps, mode.eps), partial(self._runs.sent_by, losses)
+                off = 0.0 if mode.draws else farness(alone, losses, place - start, eps, sent_by)
+                left[place] = alone, min(off, nearest)
+            left = {place: found for place, found in left.items() if found[1]}
+            self._surroundings.restore()
+            start += len(losses)
+        for alone, nearest in left.values():
+            self._refusals.refuse_collated(alone, nearest)
 
     # Counts and draws
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpscale.engine.compat import reparametrized, tree_map
 from dpscale.engine.errors import UnsupportedModel
+from dpscale.engine.verify.collation import Alone
 from dpscale.engine.verify.places import ROWS, keeps
 from dpscale.engine.verify.probe import Draws, Numbered
 from dpscale.engine.verify.rows import count_of, take
@@ -131,6 +132,20 @@ class Refusals:
             return
         raise UnsupportedModel(_PLACE.format(f"among {others} rows" if others > 1 else "alone", ROWS))
 
+    def refuse_collated(self, alone: Alone, nearest: float) -> None:
+        """A sample that is collated alone is no row of the batch: the gradient of the nearest that has its loss is so
+        far from its own."""
+        if np.isfinite(nearest):
+            nudged = self._nudged(alone.eps, None, [1.0], alone.data)
+            if nearest <= 8 * max(distance(alone.gradient, each) for _, each in nudged):
+                return
+        what = "a gradient" if np.isfinite(nearest) else f"the loss {alone.loss.item():.6g}"
+        raise UnsupportedModel(
+            f"A sample that is collated alone has {what}; among others, as collate_fn puts it, no row has it. What "
+            "collate_fn makes of one sample (its padding) depends on the others. Mask the padding in the model and in "
+            "the loss, or pad to a fixed length."
+        )
+
     def _by_rounding(self, i: int, off: Tensor, eps: float) -> bool:
         """Whether inputs and parameters that are off by rounding change the loss of row i as much: large terms that
         cancel in it."""
@@ -139,12 +154,14 @@ class Refusals:
         losses = [losses[i].detach().double() for losses, _ in self._nudged(eps, None, [])]
         return bool(off.detach().double().abs() <= 8 * (torch.stack(losses) - first).abs().max())
 
-    def _nudged(self, eps: float, draws: Draws | None, level: Sequence[float]) -> list[tuple[Tensor, Gradient]]:
-        """Losses, and the gradient of a mixture, of our rows with inputs and parameters off by rounding: units that are
-        nearly zero switch."""
+    def _nudged(
+        self, eps: float, draws: Draws | None, level: Sequence[float], rows: Any = None
+    ) -> list[tuple[Tensor, Gradient]]:
+        """Losses, and the gradient of a mixture, of our rows or of others with inputs and parameters off by rounding:
+        units that are nearly zero switch."""
         runs, found = self._runs, []
         for k in range(3):
-            data = tree_map(partial(self._off_by, eps, seed=k), self._rows)
+            data = tree_map(partial(self._off_by, eps, seed=k), self._rows if rows is None else rows)
             parameters = runs.subject.parameters
             values = {n: self._off_by(eps, p.detach(), k).requires_grad_() for n, p in parameters.items()}
             with reparametrized(runs.subject.model, values):

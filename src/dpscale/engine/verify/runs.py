@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpscale.engine.combine import Forms, exactly
+from dpscale.engine.combine import Forms, exactly, gradients
 from dpscale.engine.tape.tape import Shared, Sites, Tape
 from dpscale.engine.verify.credit import TapedRun, arrived, credited, insides, misplaced
 from dpscale.engine.verify.probe import Draws, Numbered
@@ -106,9 +106,22 @@ class Runs:
         targets = self.subject.parameters if values is None else values
         return {name: self._sketch.of(g) for name, g in gradient(losses, weights, targets).items()}
 
+    def sent_by(self, losses: Tensor, i: int) -> Gradient:
+        """The gradient of the loss of one row."""
+        return self.gradient(losses, [float(k == i) for k in range(len(losses))])
+
     def credited(self, run: TapedRun, *mixtures: Mapping[int, float]) -> list[Gradient]:
         """What a taped run credits to mixtures of rows, as it is compared."""
         return credited(run, mixtures, self.weighted)
+
+    def without_gradient(self, run: TapedRun) -> set[int]:
+        """The rows to which a taped run credits nothing finite. What they send is not nothing at a weight of 0."""
+        if not run.grads:
+            return set()
+        with exactly(run.tape.device):
+            forms = gradients([run.tape], [run.grads])
+            squares = torch.stack([form.norm2() for form in forms.values()]).sum(0)
+        return {int(i) for i in (~torch.isfinite(squares)).nonzero()}
 
     def weighted(self, forms: Forms, weights: Sequence[float]) -> Gradient:
         """Weighted sums of per-sample gradients, as they are compared."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
@@ -37,6 +38,7 @@ class _Whole:
         astray: whether gradients arrived in rows that they are not of.
         start: where its random numbers began, if not at the seed.
         draws: what was drawn, if each operation was seeded.
+        odd: rows without a finite gradient, which hide what it credits to others.
     """
 
     losses: Tensor
@@ -46,6 +48,7 @@ class _Whole:
     astray: bool = False
     start: list[Any] | None = None
     draws: Mapping[int, Tensor] = field(default_factory=dict)
+    odd: frozenset[int] = frozenset()
 
 
 class WholeBatch:
@@ -77,7 +80,7 @@ class WholeBatch:
         ways = self._companies()
         weights = [by_row(keep, [self._level[self._kept.index(i)] for i in keep]) for keep, _ in ways]
         ours = self._first([*weights, by_row(self._kept, self._level)])
-        odd = odd_among(ours.losses)
+        odd = odd_among(ours.losses) | ours.odd
         if not odd & {*self._kept}:
             odd |= {i for i, weight in zip(self._kept, self._level, strict=True) if not weight}
         for k, (keep, other) in enumerate(ways):
@@ -111,8 +114,10 @@ class WholeBatch:
         if self._known is None:
             return self._run(self._batch, weights)
         if self._base.draws_freely:  # numbers are the same for all companies only if each operation is seeded
-            astray = self._runs.taped(Tape, self._known, self._batch, weighted=True).astray
-            return replace(self._run(self._batch, weights), astray=astray)
+            run, ours = self._runs.taped(Tape, self._known, self._batch, weighted=True), self._run(self._batch, weights)
+            hidden = not all(np.isfinite(size(each)) for each in ours.credit)
+            odd = frozenset(self._runs.without_gradient(run)) if hidden else frozenset()
+            return replace(ours, astray=run.astray, odd=odd)
         own = None if self._own is None else self._own(self._known, self._runs.surroundings, self._runs.seed)
         run = own or self._runs.taped(Tape, self._known, self._batch, weighted=True)
         start = None if self._own is None or own is None else self._own.before
