@@ -24,8 +24,9 @@ Listener = Callable[[Phase | None], None]
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)
 
-SILENCE = 2.5
-"""Seconds after which somebody who waits is told what for, again and again."""
+SILENCE = 2.0
+"""Seconds after which somebody who waits is told what for, again and again. Three would be long, and a step goes on for
+most of one after the last word: noise and optimizer."""
 
 
 @contextmanager
