@@ -52,6 +52,8 @@ template <int T, int V>
 static inline Vec tile(const float* patches, int64_t taps, const float* g, int64_t g_step, int64_t positions, float* out,
                        int64_t outputs, int64_t left) {
     Vec sum[T][V] = {}, squares = {};
+    for (int t = 0; t < T; ++t)  // or the stores at the end wait for memory
+        for (int v = 0; v < V; ++v) __builtin_prefetch(out + t * outputs + v * WIDTH, 1);
     for (int64_t l = 0; l < positions; ++l) {
         Vec each[V];
         for (int v = 0; v < V; ++v) each[v] = *(const Vec*)(g + l * g_step + v * WIDTH);
