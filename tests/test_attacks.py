@@ -932,9 +932,7 @@ def test_padding_that_a_head_of_zeros_hides_is_refused(collate, micro_batch, mas
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     planned = plan(sampling=dpscale.Poisson(size=SIZE, batch=24), steps=5)
     run = dpscale.privatize(model, optimizer, planned, seed=1, micro_batch=micro_batch)
-    with (
-        contextlib.nullcontext() if masks else pytest.raises(dpscale.UnsupportedModel, match="alone has a gr")
-    ):
+    with contextlib.nullcontext() if masks else pytest.raises(dpscale.UnsupportedModel, match="alone has a gr"):
         for batch in run.batches(words(), collate_fn=collate):
             run.step(batch, loss_fn)
     assert run.steps_taken == 5 * masks and run._engine._obstacles == {}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dpscale.engine import native
 from dpscale.engine.arguments import Points, leaves_of
 from dpscale.engine.combine import evaluate, exactly, gradients, weigh
 from dpscale.engine.compat import (
@@ -63,18 +64,18 @@ Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 
 def traced(
-    step: Callable[..., Any], inputs: list[Tensor], last: bool, batched: range, rows: int
+    step: Callable[..., Any], inputs: list[Tensor], last: bool | None, batched: range, rows: int
 ) -> torch.fx.GraphModule:
     """On fake tensors: nothing is computed, and a model's own looks at values (a mask of ones?) do not branch.
 
     Args:
-        last: with images channels last, if the model bears it.
+        last: with images channels last, if the model bears it; None: unless something in it would be slower.
         batched: which inputs may have any number of rows.
         rows: about how many they have as a rule.
     """
 
-    def trace(last: bool) -> torch.fx.GraphModule:
-        with channels_last(last):
+    def trace(last: bool | None) -> torch.fx.GraphModule:
+        with channels_last(last is not False, careful=last is None):
             if batched:
                 return trace_any_size(step, inputs, batched, rows, CHEAPER)
             return trace_on_fakes(step, inputs, CHEAPER)
@@ -146,7 +147,10 @@ class Compiled:
         inputs = [*self._values(), *data, mask]
         batched = range(len(inputs) - len(data) - 1, len(inputs) if any_size else 0)
         with phase("tracing"), sdpa_kernel(_ATTENTION):
-            graph = traced(step, inputs, mask.is_cuda, batched, any_size)
+            # As CUDA's kernels want images, and our own on the CPU.
+            ours = any(p.ndim == 4 for p in parameters.values()) and native.available()
+            last = mask.is_cuda or (None if ours else False)
+            graph = traced(step, inputs, last, batched, any_size)
         # Tensors that are no inputs (buffers, frozen parameters) are held by reference: as buffers of the graph they
         # follow whoever updates them in place.
         for name, t in [(n, t) for n, t in vars(graph).items() if isinstance(t, Tensor)]:

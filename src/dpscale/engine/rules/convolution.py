@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpscale.engine import kernels
+from dpscale.engine import kernels, native
 from dpscale.engine.compat import FakeTensor, example_size
 from dpscale.engine.rules.base import Call, Rule
 from dpscale.engine.rules.forms import (
@@ -173,7 +173,9 @@ class Patches(Form):
         images = self.x.shape[1]
         kept, patches, pixels = self._costs
         if self._grouped:
-            return self._by_groups() if self._worth_holding and kept <= min(patches, pixels) else self
+            if not self._worth_holding or kept > min(patches, pixels):
+                return self
+            return self._by_kernel() if self._native else self._by_groups()
         if 1 < images <= FEW and (added := self._image_by_image(images)) is not None:
             return added
         if self._fast:
@@ -218,6 +220,23 @@ class Patches(Form):
         if made.order is None:
             return Dense(made.grad_B.unflatten(2, inner))
         return Dense(made.grad_B.unflatten(1, inner), (len(inner), *range(len(inner))))
+
+    @property
+    def _native(self) -> bool:
+        """Whether there is a kernel for what `_grouped` takes."""
+        return self.groups == 1 and len(self.stride) <= 2 and native.available()
+
+    def _by_kernel(self) -> Dense:
+        """The gradients by a kernel of our own, with their squares; one dimension counts as a single row."""
+        x, g = (wide(t).flatten(0, 1) for t in (self.x, self.g))
+        setting: list[tuple[int, ...]] = [self.weight_shape[2:], self.stride, self.padding, self.dilation]
+        if len(self.stride) == 1:
+            x, g = x.unsqueeze(2), g.unsqueeze(2)
+            setting = [(fill, *sizes) for fill, sizes in zip((1, 1, 0, 1), setting, strict=True)]
+        made, squares = native.patch_gradients(x, g, self.x.shape[1], *setting)
+        dims = len(self.stride)
+        held = made.squeeze(1) if dims == 1 else made
+        return Dense(held, (dims + 1, dims, *range(dims)), squares)
 
     def _by_groups(self) -> Dense:
         """The gradients as ordinary weight gradients, whose groups are the samples."""

@@ -109,13 +109,21 @@ class Dense(Form):
     """The gradients themselves: right for small tensors (biases, norms' scales) and for whatever has no better form.
 
     ``order``: the tensor's dimensions among those of ``grad_B`` without the batch, if they lie there in another order.
+    ``squares``: of their norms, if who made them knows.
     """
 
     grad_B: Tensor
     order: tuple[int, ...] | None = None
+    squares: Tensor | None = None
+
+    def map(self, change: Change) -> "Dense":
+        """What was known of the norms holds no more: squares that overflow are to be taken anew of wider numbers."""
+        return Dense(super().map(change).grad_B, self.order)
 
     def norm2(self) -> Tensor:
         """Sum of squares."""
+        if self.squares is not None:
+            return self.squares
         norms: Tensor = torch.linalg.vector_norm(self._flat(), dim=1)
         return norms.square()
 

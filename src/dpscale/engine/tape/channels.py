@@ -1,8 +1,8 @@
-"""Images with channels last, while a step is traced for CUDA.
+"""Images with channels last, while a step is traced.
 
-cuDNN converts every image to channels last and back, and so would our kernels. A compiler that sees forward and
-backward in one graph takes each tensor as the trace laid it out, so the trace must lay it out that way: once converted,
-no image is laid out anew, neither by a norm between two convolutions nor on the way back.
+cuDNN converts every image to channels last and back, and so would our kernels, on the CPU too. A compiler that sees
+forward and backward in one graph takes each tensor as the trace laid it out, so the trace must lay it out that way:
+once converted, no image is laid out anew, neither by a norm between two convolutions nor on the way back.
 """
 
 import math
@@ -26,14 +26,27 @@ LAST: ContextVar[bool] = ContextVar("channels_last", default=False)
 """Whether tapes that begin now take and give images channels last."""
 
 
+_CAREFUL: ContextVar[bool] = ContextVar("careful", default=False)
+
+
 @contextmanager
-def channels_last(on: bool) -> Iterator[None]:
-    """Within, operations that meet parameters take and give images channels last."""
-    token = LAST.set(on)
+def channels_last(on: bool, careful: bool = False) -> Iterator[None]:
+    """Within, operations that meet parameters take and give images channels last.
+
+    Args:
+        careful: raise `Slower` at an operation that is slower so on the CPU.
+    """
+    tokens = LAST.set(on), _CAREFUL.set(careful)
     try:
         yield
     finally:
-        LAST.reset(token)
+        LAST.reset(tokens[0])
+        _CAREFUL.reset(tokens[1])
+
+
+class Slower(RuntimeError):
+    """The compiler makes something so slow of this operation where images have their channels last, on the CPU, that
+    convolutions do not make up for it: a CNN with group norm and pooling took nearly twice as long."""
 
 
 def before(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -42,7 +55,11 @@ def before(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..
         return func, args
     if func is torch.conv2d:
         return func, (*(_channels_last(t) for t in args[:2]), *args[2:])  # image and weight
-    return (group_norm if func is torch.group_norm and _is_last(args[0]) else func), args
+    if func is not torch.group_norm or not _is_last(args[0]):
+        return func, args
+    if _CAREFUL.get():
+        raise Slower("group_norm")
+    return group_norm, args
 
 
 def after(func: Callable[..., Any], args: tuple[Any, ...], out: Any) -> Any:
@@ -76,6 +93,8 @@ def between(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         apart = _pair(given.get("stride") or kernel) == kernel and _pair(given.get("dilation", 1)) == (1, 1)
         within = x.ndim == 4 and x.shape[2] % kernel[0] == x.shape[3] % kernel[1] == 0
         within = within and _pair(given.get("padding", 0)) == (0, 0) and not given.get("return_indices", False)
+        if _CAREFUL.get() and x.ndim == 4 and _is_last(x):
+            raise Slower("max_pool2d")
         if apart and within and math.prod(kernel) <= WINDOW and _is_last(x):
             return _MaxPool.apply(x, kernel)  # type: ignore[no-untyped-call]
     return func(*args, **kwargs)
