@@ -84,7 +84,7 @@ def measure(name: str, args: argparse.Namespace) -> Iterator[Row]:
     task = replace(task, batch=args.batch)
     steps = []
     for k, make in enumerate(contenders.values()):
-        if k == alone:  # the step of a process alone was made before there was a group
+        if k == alone and not distributed.is_initialized():  # a process alone has made its step before
             distributed.init_process_group()
         torch.manual_seed(0)
         steps.append(make(task, task.make().to(device), data))
@@ -102,7 +102,8 @@ def measure(name: str, args: argparse.Namespace) -> Iterator[Row]:
         yield {"item": f"{name}/{args.precision}", "contender": contender, "batch": args.batch, "ratio": ratio,
                "quartiles": quartiles, "milliseconds": 1e3 * statistics.median(own),
                "microseconds_per_sample": 1e6 * statistics.median(own) / args.batch}  # fmt: skip
-    distributed.destroy_process_group()
+    if alone:  # several ranks keep theirs: gloo may wait for ever if they meet once more
+        distributed.destroy_process_group()
 
 
 def main() -> None:
@@ -124,6 +125,8 @@ def main() -> None:
         for row in measure(name, args):
             if table is not None:
                 table.add(row)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -108,9 +108,10 @@ def test_where_there_is_a_compiler_there_is_a_kernel():
 
 
 @needed
-def test_it_is_compiled_once_for_a_machine(monkeypatch, tmp_path):
+def test_it_is_compiled_once_for_a_machine(monkeypatch, tmp_path, caplog):
+    caplog.set_level("DEBUG", logger="dpscale")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native._library.__wrapped__() is not None
+    assert native._library.__wrapped__() is not None, caplog.text
     (made,) = (tmp_path / "dpscale").iterdir()
     assert made.stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr(native.subprocess, "run", None)  # another process does without the compiler
@@ -118,9 +119,10 @@ def test_it_is_compiled_once_for_a_machine(monkeypatch, tmp_path):
 
 
 @needed
-def test_nothing_is_loaded_that_others_may_have_written(monkeypatch, tmp_path):
+def test_nothing_is_loaded_that_others_may_have_written(monkeypatch, tmp_path, caplog):
+    caplog.set_level("DEBUG", logger="dpscale")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native._library.__wrapped__() is not None
+    assert native._library.__wrapped__() is not None, caplog.text
     (made,) = (tmp_path / "dpscale").iterdir()
     made.unlink()  # it is loaded here: its memory is that of the file
     made.write_bytes(b"somebody else's")

@@ -100,7 +100,9 @@ def _library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(_compiled(compiler)))
         function = library.dpscale_patch_gradients
         function.argtypes, function.restype = [ctypes.c_void_p] * 4 + [ctypes.c_void_p, ctypes.c_int], None
-        return library if _right(library) else None
+        if not _right(library):
+            raise RuntimeError("what it makes of an example is wrong")
+        return library
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
         log.debug("dpscale: no kernel of our own for convolutions on the CPU: %s", error)
         return None
