@@ -118,6 +118,14 @@ def test_it_is_compiled_once_for_a_machine(monkeypatch, tmp_path, caplog):
     assert native._library.__wrapped__() is not None
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no such compiler")
+def test_a_c_compiler_will_do(monkeypatch, tmp_path, caplog):
+    caplog.set_level("DEBUG", logger="dpscale")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "gcc")  # as some libraries set it
+    assert native._library.__wrapped__() is not None, caplog.text
+
+
 @needed
 def test_nothing_is_loaded_that_others_may_have_written(monkeypatch, tmp_path, caplog):
     caplog.set_level("DEBUG", logger="dpscale")

@@ -4,8 +4,8 @@
 // A tile of T taps by V vectors of output channels is then added up in registers over all positions, squared, and written.
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <vector>
 
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16;
@@ -15,6 +15,15 @@ constexpr int WIDTH = 8;
 constexpr int WIDTH = 4;
 #endif
 typedef float Vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
+
+// Zeros. Not a vector: a C compiler, which CXX may name, links no C++ library.
+struct Room {
+    float* data;
+    explicit Room(int64_t count) : data((float*)calloc(count, sizeof(float))) {
+        if (!data) abort();
+    }
+    ~Room() { free(data); }
+};
 
 struct Strides {
     int64_t image, channel, row, column;
@@ -113,7 +122,8 @@ extern "C" void dpscale_patch_gradients(const float* x, const float* g, float* o
     const int64_t step = (n.outputs + WIDTH - 1) / WIDTH * WIDTH, positions = n.images * area;
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> image(high * wide * n.channels + WIDTH), patches(positions * taps + WIDTH), given(positions * step);
+        const Room padded(high * wide * n.channels + WIDTH), unfolded(positions * taps + WIDTH), laid_out(positions * step);
+        float *image = padded.data, *patches = unfolded.data, *given = laid_out.data;
 #pragma omp for
         for (int64_t b = 0; b < n.samples; ++b) {
             for (int64_t k = 0; k < n.images; ++k) {
@@ -123,15 +133,15 @@ extern "C" void dpscale_patch_gradients(const float* x, const float* g, float* o
                 for (int64_t r = 0; r < n.rows; ++r)
                     gather(&given[(k * area + r * n.columns) * step], g + (b * n.images + k) * n.g.image + r * n.g.row,
                            n.columns, n.outputs, step, n.g);
-                unfold(&patches[k * area * taps], image.data(), n, wide, taps);
+                unfold(&patches[k * area * taps], image, n, wide, taps);
             }
             Vec found = {};
             float* to = out + b * taps * n.outputs;
             int64_t o = 0;
             for (; o + WIDTH < n.outputs; o += 2 * WIDTH)
-                found += strip<12, 2>(patches.data(), taps, &given[o], step, positions, to + o, n.outputs, n.outputs - o);
+                found += strip<12, 2>(patches, taps, &given[o], step, positions, to + o, n.outputs, n.outputs - o);
             if (o < n.outputs)
-                found += strip<24, 1>(patches.data(), taps, &given[o], step, positions, to + o, n.outputs, n.outputs - o);
+                found += strip<24, 1>(patches, taps, &given[o], step, positions, to + o, n.outputs, n.outputs - o);
             float sum = 0;
             for (int v = 0; v < WIDTH; ++v) sum += found[v];
             squares[b] = sum;

@@ -33,7 +33,9 @@ log = logging.getLogger("dpscale")
 
 SOURCE = Path(__file__).with_name("native.cpp")
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-exceptions", "-fopenmp", "-shared", "-fPIC"
+)  # fmt: skip
 
 PATIENCE = 60.0
 """Seconds to wait for the compiler at most."""
