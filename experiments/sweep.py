@@ -1,7 +1,7 @@
 """The planner's advice against a sweep: accuracy over batch and epochs at one budget, the advised setting among them.
 
     python experiments/sweep.py --data digits                       # minutes on two cores
-    python experiments/sweep.py --data mnist,fashion-mnist          # about an hour each
+    python experiments/sweep.py --data mnist,fashion-mnist --device cuda --processes 16    # minutes
     python experiments/sweep.py --picture docs/figures/sweep.png    # from what results/sweep.json holds
 
 A cell is one batch and number of epochs at the same (N, ε, δ). Its learning rate is searched: three rates around the
@@ -9,15 +9,17 @@ middle of those that the plan advises, and more while the best is at an end. Acc
 that is held out, averaged over splits; no test data are read. This search is not counted in ε.
 
 MNIST and FashionMNIST are scattering coefficients, normalized image by image, under one linear layer; digits are pixels
-under the lab's small CNN. Cells that are in the file are not run again.
+under the lab's small CNN. Runs of all cells share the processes. Cells that are in the file are not run again.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from dpscale.advice import rates_for
 from dpscale.lab.data import Data, hold_out, load
 from dpscale.lab.models import digits_cnn
 from dpscale.lab.scattering import scattered
+from dpscale.lab.workers import pool
 
 RULE = dpscale.PSAC(C=1.0, r=1e-3)
 MOMENTUM = 0.9
@@ -84,12 +87,25 @@ def planned(size: int, epsilon: float, batch: int, epochs: float) -> dpscale.Pla
     return plan.calibrate(epsilon=epsilon, delta=DELTA)
 
 
-def accuracy(task: Task, data: Data, plan: dpscale.Plan, rate: float, seed: int) -> float:
-    """Of a private run at a normalized rate, on what ``data`` hold out."""
-    torch.manual_seed(seed)
-    model = task.build()
+@lru_cache
+def splits_of(name: str, count: int, device: str) -> list[Data]:
+    """A data set with another tenth held out each time."""
+    data = TASKS[name].samples()
+    return [_on(device, hold_out(data, 0.1, split)) for split in range(count)]
+
+
+def _on(device: str, data: Data) -> Data:
+    tensors = ("train_images", "train_labels", "test_images", "test_labels")
+    return replace(data, **{name: getattr(data, name).to(device) for name in tensors})
+
+
+def accuracy(name: str, split: int, count: int, plan: dpscale.Plan, rate: float, device: str) -> float:
+    """Of a private run at a normalized rate, on what one of ``count`` splits holds out."""
+    task, data = TASKS[name], splits_of(name, count, device)[split]
+    torch.manual_seed(split)
+    model = task.build().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate * (1 - MOMENTUM) / plan.bound, momentum=MOMENTUM)
-    private = dpscale.privatize(model, optimizer, plan, seed=seed)
+    private = dpscale.privatize(model, optimizer, plan, seed=split, compile=False)
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
@@ -100,9 +116,9 @@ def accuracy(task: Task, data: Data, plan: dpscale.Plan, rate: float, seed: int)
         return float((model(data.test_images).argmax(1) == data.test_labels).float().mean())
 
 
-def cell(task: Task, splits: list[Data], batch: int, epochs: float) -> dict[str, Any]:
+def cell(name: str, size: int, count: int, batch: int, epochs: float, workers: Executor, device: str) -> dict[str, Any]:
     """The best rate of a setting, and how accurate it is."""
-    size, begin = splits[0].size, time.perf_counter()
+    task, begin = TASKS[name], time.perf_counter()
     plan = planned(size, task.epsilon, min(batch, size), epochs)
     assert plan.steps and plan.noise_multiplier
     noise = plan.noise_multiplier / (plan.expected_batch * plan.steps**0.5)
@@ -110,8 +126,11 @@ def cell(task: Task, splits: list[Data], batch: int, epochs: float) -> dict[str,
     tries: dict[float, list[float]] = {}
     rates = [(lowest * highest) ** 0.5 * factor for factor in (0.5, 1.0, 2.0)]
     while rates:
-        for rate in rates:
-            tries[rate] = [accuracy(task, data, plan, rate, seed) for seed, data in enumerate(splits)]
+        runs = {
+            rate: [workers.submit(accuracy, name, split, count, plan, rate, device) for split in range(count)]
+            for rate in rates
+        }
+        tries |= {rate: [run.result() for run in each] for rate, each in runs.items()}
         best = max(tries, key=lambda rate: statistics.mean(tries[rate]))
         rates = [best / 2] if best == min(tries) else [best * 2] if best == max(tries) else []
     return {
@@ -129,20 +148,31 @@ def grid(task: Task, size: int) -> Iterator[tuple[int, float, bool]]:
     yield from ((batch, epochs, False) for epochs in task.epochs for batch in task.batches)
 
 
-def sweep(name: str, path: Path, count: int, only: int | None = None) -> None:
-    """Run the cells of a data set that the file does not have yet."""
+def sweep(
+    names: Sequence[str], path: Path, count: int, only: int | None = None, processes: int = 1, device: str = "cpu"
+) -> None:
+    """Run the cells that the file does not have yet, those with the most steps first."""
     known = json.loads(path.read_text()) if path.exists() else {}
-    rows = known.setdefault(name, [])
-    task = TASKS[name]
-    data = task.samples()
-    splits = [hold_out(data, 0.1, split) for split in range(count)]
-    for batch, epochs, advised in list(grid(task, splits[0].size))[:only]:
-        if any((row["batch"], row["epochs"]) == (batch, epochs) for row in rows):
-            continue
-        rows.append(cell(task, splits, batch, epochs) | {"advised": advised, "epsilon": task.epsilon})
-        path.write_text(json.dumps(known, indent=1) + "\n")
-        shown = "{batch:>6} x {epochs:<6g} {steps:>6} steps  rate {rate:<8.3g} {accuracy:.4f}  {seconds} s"
-        print(f"{name}: {shown.format(**rows[-1])}{'  (advised)' if advised else ''}", flush=True)
+    left = []
+    for name in names:
+        rows, size = known.setdefault(name, []), splits_of(name, count, "cpu")[0].size
+        done = {(row["batch"], row["epochs"]) for row in rows}
+        cells = [each for each in grid(TASKS[name], size) if each[:2] not in done][:only]
+        left += [(epochs * size / batch, name, size, batch, epochs, advised) for batch, epochs, advised in cells]
+    if not left:
+        return
+    with pool(processes) as workers, ThreadPoolExecutor(len(left) if processes > 1 else 1) as cells:
+        begun = {
+            cells.submit(cell, name, size, count, batch, epochs, workers, device): (name, advised)
+            for _, name, size, batch, epochs, advised in sorted(left, reverse=True)
+        }
+        for done in as_completed(begun):
+            name, advised = begun[done]
+            found = done.result() | {"advised": advised, "epsilon": TASKS[name].epsilon}
+            known[name] = sorted([*known[name], found], key=lambda r: (not r["advised"], r["epochs"], r["batch"]))
+            path.write_text(json.dumps(known, indent=1) + "\n")
+            shown = "{batch:>6} x {epochs:<6g} {steps:>6} steps  rate {rate:<8.3g} {accuracy:.4f}  {seconds} s"
+            print(f"{name}: {shown.format(**found)}{'  (advised)' if advised else ''}", flush=True)
 
 
 def picture(path: Path, out: Path) -> None:
@@ -171,12 +201,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="", help=f"some of {','.join(TASKS)}")
     parser.add_argument("--splits", type=int, default=2, help="of the training data, and seeds (%(default)s)")
-    parser.add_argument("--cells", type=int, help="run so many at most")
+    parser.add_argument("--cells", type=int, help="run so many of each data set at most")
+    parser.add_argument("--processes", type=int, default=1, help="side by side (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, help="draw what the file holds")
     args = parser.parse_args()
-    for name in filter(None, args.data.split(",")):
-        sweep(name, args.out, args.splits, args.cells)
+    if unknown := sorted({*args.data.split(",")} - {*TASKS, ""}):
+        parser.error(f"--data: {', '.join(unknown)} is not among {', '.join(TASKS)}.")
+    names = [name for name in args.data.split(",") if name]
+    sweep(names, args.out, args.splits, args.cells, args.processes, args.device)
     if args.picture:
         picture(args.out, args.picture)
 
