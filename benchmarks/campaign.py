@@ -18,8 +18,8 @@ OTHERS = ("plain compiled", "Opacus hooks", "Opacus ghost", "vmap")
 FEW = ("--rounds", "3", "--steps", "4", "--patience", "1")
 SPLIT, WHOLE = ("4-conv-cnn", "resnet9-64"), ("vit-s16", "gpt2", "gpt2-lora")
 CAMPAIGN = (
-    Part(SPLIT, ("tf32",), (*STEP, "step in 4 parts")),
-    Part(WHOLE, ("tf32",), STEP),
+    Part(SPLIT, ("tf32",), (*STEP, "step in 4 parts", "backward")),
+    Part(WHOLE, ("tf32",), (*STEP, "backward")),
     Part(SPLIT, ("bf16",), (*STEP, "step in 4 parts")),
     Part(WHOLE, ("bf16",), STEP),
     Part((*SPLIT, "vit-s16"), ("tf32",), OTHERS, FEW),
