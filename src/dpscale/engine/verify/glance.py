@@ -97,9 +97,10 @@ class Glance:
 
     def _unfollowed(self, rows: Any) -> Tensor | None:
         """The losses of the whole batch, if they are each sample's own: so are the gradients, one sample at a time."""
-        few, (losses, left) = self._few_apart(rows, range(ROWS)), self._run(self._batch)
-        if few is None or not self._stays((losses, left), self._copies(), self._kept[-1]):
+        few, whole = self._few_apart(rows, range(ROWS)), self._run(self._batch)
+        if few is None or not self._stays(whole, self._run(self._copies()), self._kept[-1]):
             return None
+        losses, _ = whole
         if not self._draws:
             near = [self._near(losses[i], few[k], few) for k, i in enumerate(self._kept)]
             if not all(near) or not self._near(few[ROWS // 2], self._alone(rows)[0], few):
@@ -114,7 +115,8 @@ class Glance:
         # Taped runs are compared with taped ones: operations may round in another way there.
         few = self._taped(sites, rows)
         each = self._agree(few, self._taped(sites, replaced(rows, neutral(rows), [middle])), middle, alone)
-        if few is None or each is None or self._few_apart(rows, [i for i in range(ROWS) if i != middle]) is None:
+        others = [i for i in range(ROWS) if i != middle]
+        if few is None or each is None or self._few_apart(rows, others, few) is None:
             return None
         level = levels([size(one) for one in each])
         mixture = by_row(self._kept, level)
@@ -184,21 +186,27 @@ class Glance:
     def _undropped(self) -> AbstractContextManager[Any]:
         return Undropped() if self._drops else unrecorded()
 
-    def _stays(self, ours: tuple[Tensor, Any], data: Any, i: int) -> bool:
-        """Whether row i and the state are, with these data, what they were."""
-        losses, left = self._run(data)
-        if not same(ours[0][i], losses[i]):
+    def _stays(self, ours: tuple[Tensor, Any], theirs: tuple[Tensor, Any], i: int) -> bool:
+        """Whether the loss of row i and the state are in one run what they are in another."""
+        if not same(ours[0][i], theirs[0][i]):
             return False
-        self._surroundings.compare(ours[1], left)
+        self._surroundings.compare(ours[1], theirs[1])
         return True
 
-    def _few_apart(self, rows: Any, among: Sequence[int]) -> Tensor | None:
+    def _few_apart(self, rows: Any, among: Sequence[int], taped: TapedRun | None = None) -> Tensor | None:
         """The losses of a few rows, if some have the same among empty ones, and the one in the middle, the rarest,
-        among copies of itself."""
-        middle = ROWS // 2
-        company = [(take(rows, [middle] * ROWS), middle), *((replaced(rows, neutral(rows), [i]), i) for i in among)]
+        among copies of itself.
+
+        A taped run of them will do to compare with, if it agrees to the bit: operations may round in another way there.
+        """
+        middle, empty = ROWS // 2, neutral(rows)
+        company = [(take(rows, [middle] * ROWS), middle), *((replaced(rows, empty, [i]), i) for i in among)]
+        runs = [(self._run(data), i) for data, i in company]
+        if taped is not None and taped.left is None:
+            if all(left is None and same(taped.losses[i], losses[i]) for (losses, left), i in runs):
+                return taped.losses
         ours = self._run(rows)
-        return ours[0] if all(self._stays(ours, data, i) for data, i in company) else None
+        return ours[0] if all(self._stays(ours, theirs, i) for theirs, i in runs) else None
 
     def _copies(self) -> Any:
         return take(self._batch, [self._kept[-1]] * count_of(self._batch))
