@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.tape.tape import Shared, Site, Sites, Tape, shapes_of, unrecorded
+from dpscale.engine.tape.tape import Shared, Site, Sites, shapes_of, unrecorded
 from dpscale.engine.verify.collation import Alone, farness
 from dpscale.engine.verify.credit import TapedRun, by_row, coarseness, levels
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
-from dpscale.engine.verify.probe import Undropped, UndroppedTape
+from dpscale.engine.verify.probe import DroppingTape, Undropped, UndroppedTape, masks_of
 from dpscale.engine.verify.rows import count_of, neutral, odd_among, replaced, take
 from dpscale.engine.verify.runs import Runs, Subject
 from dpscale.engine.verify.values import Gradient, added, apart, near, reshaped, same, size
@@ -125,7 +125,7 @@ class Glance:
         else:
             whole = self._own(sites, self._surroundings, self._runs.seed, [])
         mixtures = [{last: 1.0}] if self._draws or self._drops else [{last: 1.0}, mixture]
-        credit = self._agree(whole, self._taped(sites, self._copies(), dropped=True), last, mixtures)
+        credit = self._agree(whole, self._taped(sites, self._copies(), dropped=True, like=whole), last, mixtures)
         if credit is not None and self._drops:
             whole = self._taped(sites, self._batch)
         if whole is None or credit is None:
@@ -250,9 +250,13 @@ class Glance:
         self._surroundings.compare(ours.left, theirs.left)
         return credit
 
-    def _taped(self, sites: Sites, data: Any, *, dropped: bool = False, weighted: bool = False) -> TapedRun | None:
-        """A taped run; with dropout, at the random numbers of the step's own. None if gradients go past the tape."""
-        tape = Tape if dropped or not self._drops else UndroppedTape
+    def _taped(
+        self, sites: Sites, data: Any, *, dropped: bool = False, weighted: bool = False, like: TapedRun | None = None
+    ) -> TapedRun | None:
+        """A taped run; with dropout, at the random numbers of the step's own, or as in another one. None if gradients go
+        past the tape."""
+        again = partial(DroppingTape, masks=masks_of(None if like is None else like.tape))
+        tape = again if dropped or not self._drops else UndroppedTape
         start = None if self._own is None or not dropped else self._own.before
         run = self._runs.taped(tape, sites, data, start, weighted=weighted, shared=[])
         return run if run.grads else None
