@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpscale.engine.compat import tree_leaves
 from dpscale.engine.tape.tape import (
+    LEAVES,
     OpName,
     ParameterOps,
     Role,
@@ -476,4 +477,10 @@ class Growth:
 
 def _shapes(values: Iterable[Any]) -> Shapes:
     """Of the tensors among some values, containers included."""
-    return tuple([t.shape for t in flattened(tuple(values), {})[0] if isinstance(t, Tensor)])
+    found: list[torch.Size] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value.shape)
+        elif type(value) not in LEAVES:
+            found += [t.shape for t in flattened((value,), {})[0] if isinstance(t, Tensor)]
+    return tuple(found)
