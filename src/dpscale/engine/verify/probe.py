@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -97,6 +98,14 @@ class DroppingTape(Tape):
         self.masks: list[Mask] = []
         self._given = masks
 
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inside = self.enter(func, args) if func in _WRITTEN_IN_PYTHON else None
+        if inside is not None:
+            return inside(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it; of a dropout keep the mask, or take the one that is given."""
         name = getattr(func, "__name__", "")
@@ -113,6 +122,7 @@ class DroppingTape(Tape):
         return x.mul_(known.mask) if name.endswith("_") else x * known.mask
 
 
+_WRITTEN_IN_PYTHON = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 _MASKING = {"dropout", "dropout_", "feature_dropout", "feature_dropout_"}
 
 
