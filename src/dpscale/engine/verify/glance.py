@@ -202,9 +202,10 @@ class Glance:
         middle, empty = ROWS // 2, neutral(rows)
         company = [(take(rows, [middle] * ROWS), middle), *((replaced(rows, empty, [i]), i) for i in among)]
         runs = [(self._run(data), i) for data, i in company]
-        if taped is not None and taped.left is None:
-            if all(left is None and same(taped.losses[i], losses[i]) for (losses, left), i in runs):
-                return taped.losses
+        if taped is not None and taped.left is None and all(
+            left is None and same(taped.losses[i], losses[i]) for (losses, left), i in runs
+        ):  # fmt: skip
+            return taped.losses
         ours = self._run(rows)
         return ours[0] if all(self._stays(ours, theirs, i) for theirs, i in runs) else None
 
@@ -253,8 +254,8 @@ class Glance:
     def _taped(
         self, sites: Sites, data: Any, *, dropped: bool = False, weighted: bool = False, like: TapedRun | None = None
     ) -> TapedRun | None:
-        """A taped run; with dropout, at the random numbers of the step's own, or as in another one. None if gradients go
-        past the tape."""
+        """A taped run; with dropout, at the random numbers of the step's own, which drops what another one did. None if
+        gradients go past the tape."""
         again = partial(DroppingTape, masks=masks_of(None if like is None else like.tape))
         tape = again if dropped or not self._drops else UndroppedTape
         start = None if self._own is None or not dropped else self._own.before

@@ -109,7 +109,7 @@ class DroppingTape(Tape):
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it; of a dropout keep the mask, or take the one that is given."""
         name = getattr(func, "__name__", "")
-        if name not in _MASKING or not _drops(func, args, kwargs) or not _in_memory(x := args[0]):
+        if name not in _MASKING or not args or not _drops(func, args, kwargs) or not _in_memory(x := args[0]):
             return super().pass_by(func, args, kwargs)
         call, before = (name, args[1:], kwargs, x.shape, x.stride(), x.dtype), torch.default_generator.get_state()
         known = self._given[len(self.masks)] if len(self.masks) < len(self._given) else None

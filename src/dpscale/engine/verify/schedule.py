@@ -1,8 +1,8 @@
 """When to look: before the first release, when something new comes, and every so often after.
 
 A model is trusted as far as it was looked at. Coupling that shows only for some values, lengths or settings is caught
-when they come: before they are released; what begins unseen, once there are twice as many sums as at the last
-check. Checks after the first take no more than a small share of a run's time, once the run is longer than a few steps.
+when they come: before they are released; what begins unseen, once there are twice as many sums as at the last check.
+Checks after the first take no more than a small share of a run's time, once the run is longer than a few steps.
 """
 
 import time
