@@ -1,5 +1,6 @@
 """Every part of a look and of a glance is needed: for each there is a model that nothing else would refuse."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -12,10 +13,12 @@ from torch import nn
 import dpscale
 from dpscale.engine.engine import Engine
 from dpscale.engine.reference import reference_sum
+from dpscale.engine.tape.tape import Sites
 from dpscale.engine.verify import schedule
 from dpscale.engine.verify.credit import misplaced
 from dpscale.engine.verify.glance import Glance
 from dpscale.engine.verify.look import Look
+from dpscale.engine.verify.probe import DroppingTape
 from dpscale.engine.verify.rows import FeatureTable, features
 from dpscale.engine.verify.runs import Subject
 from dpscale.engine.verify.state import Surroundings, _digest
@@ -678,6 +681,49 @@ def test_dropout_that_goes_by_the_batch_is_refused():
     refused_at_third(model, LONGER, "coupled")
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("drop", [F.dropout, F.dropout1d, F.alpha_dropout])
+@pytest.mark.parametrize("turned", [False, True])
+def test_masks_that_are_taken_are_those_that_would_be_drawn(drop, inplace, turned):
+    """What a dropout gives, what it sends back, and what is drawn after it: to the bit."""
+    x = torch.randn(4, 6, 7, generator=seeded(0)).transpose(1, 1 + turned)
+
+    def run(tape):
+        given = x.clone().requires_grad_()
+        torch.manual_seed(3)
+        with tape or nullcontext():
+            h = drop(before := given * 2, 0.4, True, inplace)
+            out = before + F.dropout(h, 0.25) * torch.rand(x.shape[-1])
+        return out.detach(), *torch.autograd.grad(out.sum(), given), torch.get_rng_state()
+
+    first = DroppingTape({}, None, Sites(), 4)
+    taking = DroppingTape({}, None, Sites(), 4, masks=first.masks)
+    plain, once = run(None), run(first)
+    again = run(taking)
+    assert len(first.masks) == 2 - (drop is F.alpha_dropout)
+    assert all(ours.mask is theirs.mask for ours, theirs in zip(taking.masks, first.masks, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, once, again, strict=True))
+
+
+@pytest.mark.parametrize("what", ["rate", "number", "shape"])
+def test_masks_are_not_taken_where_dropout_is_another(what):
+    """Whatever the batch changes of it shows in other company, as if nothing were kept."""
+
+    def drop(h, x):
+        far = bool(x.amax() > 3)
+        if what == "number" and far:
+            F.dropout(torch.ones(5), 0.5)
+        if what == "shape":
+            return h * F.dropout(torch.ones(h.shape if far else h.shape[1:]), 0.5)
+        return F.dropout(h, 0.6 if what == "rate" and far else 0.5)
+
+    engine, data = Engine(model := Net(drop, lambda x: len(x) > 5, dropout=0.3)), batch(0)
+    data[0][5, 0, 0] = 9.0
+    with pytest.raises(dpscale.UnsupportedModel, match="coupled"):
+        engine.scaled_sum(loss_fn, data, RULE)
+    assert engine.model is model
+
+
 def test_names_of_functions_of_functions_stay_short():
     """Each holds the names of all that it is made of: doubled forty times, one would fill the memory."""
 
@@ -849,6 +895,16 @@ def test_powers_of_two_are_glanced_at_and_time_is_shared(monkeypatch):
     assert when.due("kind", "setting", "shapes", 12, None) is None  # five of 0.1 s are more than 2% of that
     clock[0] += 100.0
     assert when.due("kind", "setting", "shapes", 12, None) == schedule.Due(thorough=True)
+
+
+def test_a_check_for_another_reason_counts_where_sums_have_doubled():
+    when, due = schedule.Schedule(), []
+    for number in range(1, 30):
+        size = 13 if number == 3 else 12  # of a new remainder
+        if when.due("kind", "setting", "shapes", size, None):
+            due.append(number)
+            when.looked(1.0)
+    assert due == [1, 2, 3, 6, 12, 24]
 
 
 def test_a_small_parameter_that_a_run_changes_unseen_is_put_back_after_that_run():

@@ -14,8 +14,8 @@ Shape suffixes: B samples, T positions of one sample, I inputs, O outputs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import reduce
+from dataclasses import dataclass, fields
+from functools import cache, reduce
 from itertools import combinations
 from typing import Any, Self
 
@@ -71,7 +71,7 @@ class Form(ABC):
                 return tuple(map(changed, value))
             return inside(value) if isinstance(value, Form) else value
 
-        return replace(self, **{f.name: changed(getattr(self, f.name)) for f in fields(self)})
+        return type(self)(**{name: changed(getattr(self, name)) for name in _names(type(self))})
 
     def onto(self, columns_IK: Tensor) -> "Form | None":
         """The gradients times a matrix of few columns, where they are matrices and that costs less than they do."""
@@ -92,6 +92,12 @@ class Form(ABC):
     def cross(self, other: "Form") -> Tensor | None:
         """Twice the inner product with the other's gradients, rounding counted in, (B,); None for 0."""
         return None
+
+
+@cache
+def _names(made: type[Form]) -> list[str]:
+    """What forms of a kind hold."""
+    return [field.name for field in fields(made)]
 
 
 def widen(operand: Tensor) -> Tensor:

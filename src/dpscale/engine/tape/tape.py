@@ -166,7 +166,7 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
                 yield item
 
 
-_LEAVES = {Tensor, torch.nn.Parameter, int, float, bool, complex, str, type(None), torch.dtype, torch.device}
+LEAVES = {Tensor, torch.nn.Parameter, int, float, bool, complex, str, type(None), torch.dtype, torch.device}
 
 
 def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
@@ -175,10 +175,10 @@ def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any]
     held: list[tuple[type, int] | None] = []
     for value in (*args, *kwargs.values()):
         made = type(value)
-        if made in _LEAVES:
+        if made in LEAVES:
             leaves.append(value)
             held.append(None)
-        elif made in (tuple, list) and _LEAVES.issuperset(map(type, value)):
+        elif made in (tuple, list) and LEAVES.issuperset(map(type, value)):
             leaves += value
             held.append((made, len(value)))
         else:
@@ -316,8 +316,13 @@ def unrecorded() -> Iterator[None]:
 # -- Modes -----------------------------------------------------------------------------------------------------------
 
 
+_QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_floating_point}
+
+
 def asks(func: Function, args: Args) -> bool:
     """Whether a call only asks for a property of a tensor, such as ``x.shape``; ``x.T`` is an operation."""
+    if func in _QUESTIONS:
+        return True
     return getattr(func, "__name__", "") == "__get__" and not isinstance(func(*args), Tensor)
 
 

@@ -79,7 +79,8 @@ def credited(run: TapedRun, mixtures: Sequence[Mapping[int, float]], weigh: Weig
     if not rows:
         return [{} for _ in mixtures]
     with exactly(run.tape.device):
-        forms = gradients([run.tape], [run.grads], torch.tensor(rows, device=run.tape.device))
+        some = None if rows == [*range(run.tape.samples)] else torch.tensor(rows, device=run.tape.device)
+        forms = gradients([run.tape], [run.grads], some)
     return [weigh(among(forms, rows, list(each)), list(each.values())) if each else {} for each in mixtures]
 
 

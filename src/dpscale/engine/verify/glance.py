@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.tape.tape import Shared, Site, Sites, Tape, shapes_of, unrecorded
+from dpscale.engine.tape.tape import Shared, Site, Sites, shapes_of, unrecorded
 from dpscale.engine.verify.collation import Alone, farness
 from dpscale.engine.verify.credit import TapedRun, by_row, coarseness, levels
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
-from dpscale.engine.verify.probe import Undropped, UndroppedTape
+from dpscale.engine.verify.probe import DroppingTape, Undropped, UndroppedTape, masks_of
 from dpscale.engine.verify.rows import count_of, neutral, odd_among, replaced, take
 from dpscale.engine.verify.runs import Runs, Subject
 from dpscale.engine.verify.values import Gradient, added, apart, near, reshaped, same, size
@@ -97,9 +97,10 @@ class Glance:
 
     def _unfollowed(self, rows: Any) -> Tensor | None:
         """The losses of the whole batch, if they are each sample's own: so are the gradients, one sample at a time."""
-        few, (losses, left) = self._few_apart(rows, range(ROWS)), self._run(self._batch)
-        if few is None or not self._stays((losses, left), self._copies(), self._kept[-1]):
+        few, whole = self._few_apart(rows, range(ROWS)), self._run(self._batch)
+        if few is None or not self._stays(whole, self._run(self._copies()), self._kept[-1]):
             return None
+        losses, _ = whole
         if not self._draws:
             near = [self._near(losses[i], few[k], few) for k, i in enumerate(self._kept)]
             if not all(near) or not self._near(few[ROWS // 2], self._alone(rows)[0], few):
@@ -114,7 +115,8 @@ class Glance:
         # Taped runs are compared with taped ones: operations may round in another way there.
         few = self._taped(sites, rows)
         each = self._agree(few, self._taped(sites, replaced(rows, neutral(rows), [middle])), middle, alone)
-        if few is None or each is None or self._few_apart(rows, [i for i in range(ROWS) if i != middle]) is None:
+        others = [i for i in range(ROWS) if i != middle]
+        if few is None or each is None or self._few_apart(rows, others, few) is None:
             return None
         level = levels([size(one) for one in each])
         mixture = by_row(self._kept, level)
@@ -123,7 +125,7 @@ class Glance:
         else:
             whole = self._own(sites, self._surroundings, self._runs.seed, [])
         mixtures = [{last: 1.0}] if self._draws or self._drops else [{last: 1.0}, mixture]
-        credit = self._agree(whole, self._taped(sites, self._copies(), dropped=True), last, mixtures)
+        credit = self._agree(whole, self._taped(sites, self._copies(), dropped=True, like=whole), last, mixtures)
         if credit is not None and self._drops:
             whole = self._taped(sites, self._batch)
         if whole is None or credit is None:
@@ -184,21 +186,28 @@ class Glance:
     def _undropped(self) -> AbstractContextManager[Any]:
         return Undropped() if self._drops else unrecorded()
 
-    def _stays(self, ours: tuple[Tensor, Any], data: Any, i: int) -> bool:
-        """Whether row i and the state are, with these data, what they were."""
-        losses, left = self._run(data)
-        if not same(ours[0][i], losses[i]):
+    def _stays(self, ours: tuple[Tensor, Any], theirs: tuple[Tensor, Any], i: int) -> bool:
+        """Whether the loss of row i and the state are in one run what they are in another."""
+        if not same(ours[0][i], theirs[0][i]):
             return False
-        self._surroundings.compare(ours[1], left)
+        self._surroundings.compare(ours[1], theirs[1])
         return True
 
-    def _few_apart(self, rows: Any, among: Sequence[int]) -> Tensor | None:
+    def _few_apart(self, rows: Any, among: Sequence[int], taped: TapedRun | None = None) -> Tensor | None:
         """The losses of a few rows, if some have the same among empty ones, and the one in the middle, the rarest,
-        among copies of itself."""
-        middle = ROWS // 2
-        company = [(take(rows, [middle] * ROWS), middle), *((replaced(rows, neutral(rows), [i]), i) for i in among)]
+        among copies of itself.
+
+        A taped run of them will do to compare with, if it agrees to the bit: operations may round in another way there.
+        """
+        middle, empty = ROWS // 2, neutral(rows)
+        company = [(take(rows, [middle] * ROWS), middle), *((replaced(rows, empty, [i]), i) for i in among)]
+        runs = [(self._run(data), i) for data, i in company]
+        if taped is not None and taped.left is None and all(
+            left is None and same(taped.losses[i], losses[i]) for (losses, left), i in runs
+        ):  # fmt: skip
+            return taped.losses
         ours = self._run(rows)
-        return ours[0] if all(self._stays(ours, data, i) for data, i in company) else None
+        return ours[0] if all(self._stays(ours, theirs, i) for theirs, i in runs) else None
 
     def _copies(self) -> Any:
         return take(self._batch, [self._kept[-1]] * count_of(self._batch))
@@ -242,9 +251,13 @@ class Glance:
         self._surroundings.compare(ours.left, theirs.left)
         return credit
 
-    def _taped(self, sites: Sites, data: Any, *, dropped: bool = False, weighted: bool = False) -> TapedRun | None:
-        """A taped run; with dropout, at the random numbers of the step's own. None if gradients go past the tape."""
-        tape = Tape if dropped or not self._drops else UndroppedTape
+    def _taped(
+        self, sites: Sites, data: Any, *, dropped: bool = False, weighted: bool = False, like: TapedRun | None = None
+    ) -> TapedRun | None:
+        """A taped run; with dropout, at the random numbers of the step's own, which drops what another one did. None if
+        gradients go past the tape."""
+        again = partial(DroppingTape, masks=masks_of(None if like is None else like.tape))
+        tape = again if dropped or not self._drops else UndroppedTape
         start = None if self._own is None or not dropped else self._own.before
         run = self._runs.taped(tape, sites, data, start, weighted=weighted, shared=[])
         return run if run.grads else None

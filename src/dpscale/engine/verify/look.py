@@ -33,7 +33,7 @@ from dpscale.engine.verify.places import ROWS, Obstacle, places
 from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped
 from dpscale.engine.verify.randomness import own_randomness
 from dpscale.engine.verify.refusals import BACKWARD, EACH_TIME, SEEDED, Refusals
-from dpscale.engine.verify.rows import Features, companies, count_of, neutral, odd_among, replaced, take
+from dpscale.engine.verify.rows import Features, count_of, extreme_rows, neutral, odd_among, replaced, take
 from dpscale.engine.verify.runs import Runs, Subject
 from dpscale.engine.verify.values import (
     Gradient,
@@ -524,7 +524,18 @@ def around(rows: Any, i: int, batch: Any, features: Features | None, rng: np.ran
     First for the row in the middle, the rarest: among copies of itself, which shows what counts rows that are alike;
     for the first: among others of the batch; for the last: among copies of an extreme one.
     """
-    ways = [None, *companies(count_of(batch), features, ROWS, rng)]  # None: of copies of itself
-    first = (1, 0, 2)[i]
-    for way in [*ways[first:], *ways[:first]]:
-        yield take(rows, [i] * ROWS) if way is None else replaced(rows, take(batch, way), [i])
+    samples, first = count_of(batch), (1, 0, 2)[i]
+
+    def copies() -> Iterator[Any]:
+        yield take(rows, [i] * ROWS)
+
+    def others() -> Iterator[Any]:
+        yield replaced(rows, take(batch, rng.integers(samples, size=ROWS).tolist()), [i])
+
+    def extremes() -> Iterator[Any]:
+        for extreme in extreme_rows(samples, features, rng):
+            yield replaced(rows, take(batch, [extreme] * ROWS), [i])
+
+    ways = copies, others, extremes
+    for way in (*ways[first:], *ways[:first]):
+        yield from way()

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from dpscale.engine.combine import Evaluated, backward
 from dpscale.engine.errors import PassedBy
-from dpscale.engine.tape.tape import Shared, Sites, Tape
+from dpscale.engine.tape.tape import Shared, Sites
 from dpscale.engine.verify.credit import TapedRun, insides, misplaced
+from dpscale.engine.verify.probe import DroppingTape
 from dpscale.engine.verify.randomness import random_states, set_random_states
 from dpscale.engine.verify.rows import copied
 from dpscale.engine.verify.state import Surroundings
@@ -48,7 +49,7 @@ class OwnRun:
             shared: as of `Tape`.
         """
         begin, parameters = time.perf_counter(), self._subject.parameters
-        tape = Tape(parameters, None, sites, len(self._mask), lenient=True, shared=shared)
+        tape = DroppingTape(parameters, None, sites, len(self._mask), lenient=True, shared=shared)
         with torch.enable_grad(), tape:
             losses = self._subject.run(copied(self._batch))
         places = insides(tape) if not tape.lost and losses.requires_grad else []

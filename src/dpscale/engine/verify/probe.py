@@ -7,14 +7,16 @@ a row alone is given its own part of what was drawn for the whole.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpscale.engine.compat import tree_leaves
 from dpscale.engine.tape.tape import (
+    LEAVES,
     OpName,
     ParameterOps,
     Role,
@@ -68,6 +70,75 @@ class UndroppedTape(Tape):
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it; dropout is left out."""
         return _undropped(func, args, kwargs)
+
+
+class Mask(NamedTuple):
+    """What a dropout multiplied by: how it was called, at which random state; and the state after."""
+
+    call: Any
+    before: Tensor
+    mask: Tensor
+    after: Tensor
+
+
+class DroppingTape(Tape):
+    """A tape with dropout, whose masks other runs can take that begin at the same random numbers: to draw them anew
+    takes as long as all else of a small forward.
+
+    On the CPU a dropout is a product with a mask. What it gives, and the random numbers after it, are the same to the
+    bit either way.
+
+    Args:
+        masks: of another run, in their order. One is taken where the call, its shapes and the random state are the same
+            too; otherwise it is drawn.
+    """
+
+    def __init__(self, *args: Any, masks: Sequence[Mask] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.masks: list[Mask] = []
+        self._given = masks
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inside = self.enter(func, args) if func in _WRITTEN_IN_PYTHON else None
+        if inside is not None:
+            return inside(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it; of a dropout keep the mask, or take the one that is given."""
+        name = getattr(func, "__name__", "")
+        if name not in _MASKING or not args or not _drops(func, args, kwargs) or not _in_memory(x := args[0]):
+            return super().pass_by(func, args, kwargs)
+        call, before = (name, args[1:], kwargs, x.shape, x.stride(), x.dtype), torch.default_generator.get_state()
+        known = self._given[len(self.masks)] if len(self.masks) < len(self._given) else None
+        if known is not None and known.call == call and torch.equal(known.before, before):
+            torch.default_generator.set_state(known.after)
+        else:
+            mask = func(torch.ones_like(x), *args[1:], **kwargs)
+            known = Mask(call, before, mask, torch.default_generator.get_state())
+        self.masks.append(known)
+        return x.mul_(known.mask) if name.endswith("_") else x * known.mask
+
+
+_WRITTEN_IN_PYTHON = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+_MASKING = {"dropout", "dropout_", "feature_dropout", "feature_dropout_"}
+
+
+def masks_of(tape: Tape | None) -> Sequence[Mask]:
+    """What its dropouts multiplied by, as far as that was kept."""
+    return tape.masks if isinstance(tape, DroppingTape) else ()
+
+
+def _in_memory(t: Tensor) -> bool:
+    """Whether it is a plain tensor in the memory of the host: none of torch.vmap's, nor one that stands for others."""
+    if type(t) not in (Tensor, torch.nn.Parameter) or t.device.type != "cpu":
+        return False
+    try:
+        return bool(t.data_ptr())
+    except RuntimeError:
+        return False
 
 
 def _takes_tf32(func: Callable[..., Any]) -> bool:
@@ -416,4 +487,10 @@ class Growth:
 
 def _shapes(values: Iterable[Any]) -> Shapes:
     """Of the tensors among some values, containers included."""
-    return tuple([t.shape for t in flattened(tuple(values), {})[0] if isinstance(t, Tensor)])
+    found: list[torch.Size] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value.shape)
+        elif type(value) not in LEAVES:
+            found += [t.shape for t in flattened((value,), {})[0] if isinstance(t, Tensor)]
+    return tuple(found)

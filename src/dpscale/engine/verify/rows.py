@@ -181,7 +181,6 @@ def replaced(batch: Any, others: Any, keep: Sequence[int]) -> Any:
     return over_rows(batch, put, count_of(batch))
 
 
-def companies(samples: int, rows: Features | None, count: int, rng: np.random.Generator) -> list[list[int]]:
-    """Rows of a batch that may stand in the place of ``count`` others: any, and copies of one that is extreme."""
-    extremes = choose(rows, np.arange(samples if rows is None else min(samples, len(rows))), (), 2, rng)
-    return [rng.integers(samples, size=count).tolist(), *([i] * count for i in extremes)]
+def extreme_rows(samples: int, rows: Features | None, rng: np.random.Generator) -> list[int]:
+    """Two rows of a batch that are unlike the others, if any are."""
+    return choose(rows, np.arange(samples if rows is None else min(samples, len(rows))), (), 2, rng)

@@ -75,8 +75,8 @@ class Runs:
         return losses
 
     def taped(
-        self, tape: type[Tape], sites: Sites, data: Any, start: list[Any] | None = None, *, weighted: bool = False,
-        shared: list[Shared] | None = None,
+        self, tape: Callable[..., Tape], sites: Sites, data: Any, start: list[Any] | None = None, *,
+        weighted: bool = False, shared: list[Shared] | None = None,
     ) -> TapedRun:  # fmt: skip
         """A taped run, and what all losses together send to its operations; ``weighted``: whether it goes astray.
 

@@ -1,8 +1,8 @@
 """When to look: before the first release, when something new comes, and every so often after.
 
 A model is trusted as far as it was looked at. Coupling that shows only for some values, lengths or settings is caught
-when they come: before they are released. Checks after the first take no more than a small share of a run's time, once
-the run is longer than a few steps.
+when they come: before they are released; what begins unseen, once there are twice as many sums as at the last check.
+Checks after the first take no more than a small share of a run's time, once the run is longer than a few steps.
 """
 
 import time
@@ -44,6 +44,7 @@ class Schedule:
     def __init__(self) -> None:
         self.looks = 0
         self._sums = 0
+        self._checked = 0  # the sum before which a check was last due
         self._kinds: set[Hashable] = set()
         self._settings: set[Hashable] = set()
         self._now: Hashable = None  # of the last sum, if it was known
@@ -79,7 +80,7 @@ class Schedule:
         }  # fmt: skip
         if not self._is_due(kind, size, reasons, now):
             return None
-        thorough = kind not in self._kinds or self._long_ago(now)
+        thorough, self._checked = kind not in self._kinds or self._long_ago(now), self._sums
         self._kinds.add(kind)
         self._settings.add((kind, setting, shapes))
         self._sizes = [min([size, *self._sizes]), max([size, *self._sizes])]
@@ -107,11 +108,7 @@ class Schedule:
             if self._forced[reason] or affordable:
                 self._forced[reason] = max(0, self._forced[reason] - 1)
                 return True
-        return self._power_of_two or (affordable and self._long_ago(now))
-
-    @property
-    def _power_of_two(self) -> bool:
-        return self._sums & (self._sums - 1) == 0
+        return self._sums >= 2 * self._checked or (affordable and self._long_ago(now))
 
     def looked(self, seconds: float) -> None:
         """A check was made."""

@@ -6,6 +6,7 @@ and beside how they are among few. Gradients arrive in the rows that they are of
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from dpscale.engine.tape.tape import Sites, Tape
 from dpscale.engine.verify.credit import TapedRun, by_row, coarseness, levels
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS, Obstacle
-from dpscale.engine.verify.probe import Numbered, UndroppedTape
+from dpscale.engine.verify.probe import DroppingTape, Mask, Numbered, UndroppedTape, masks_of
 from dpscale.engine.verify.refusals import Refusals
 from dpscale.engine.verify.rows import count_of, odd_among, replaced, take
 from dpscale.engine.verify.runs import Runs
@@ -39,6 +40,7 @@ class _Whole:
         start: where its random numbers began, if not at the seed.
         draws: what was drawn, if each operation was seeded.
         odd: rows without a finite gradient, which hide what it credits to others.
+        masks: of its dropouts.
     """
 
     losses: Tensor
@@ -49,6 +51,7 @@ class _Whole:
     start: list[Any] | None = None
     draws: Mapping[int, Tensor] = field(default_factory=dict)
     odd: frozenset[int] = frozenset()
+    masks: Sequence[Mask] = ()
 
 
 class WholeBatch:
@@ -119,17 +122,21 @@ class WholeBatch:
             odd = frozenset(self._runs.without_gradient(run)) if hidden else frozenset()
             return replace(ours, astray=run.astray, odd=odd)
         own = None if self._own is None else self._own(self._known, self._runs.surroundings, self._runs.seed)
-        run = own or self._runs.taped(Tape, self._known, self._batch, weighted=True)
+        run = own or self._runs.taped(DroppingTape, self._known, self._batch, weighted=True)
         start = None if self._own is None or own is None else self._own.before
-        return _Whole(run.losses, run.left, self._credited(run, weights), coarseness(run), run.astray, start)
+        credit, masks = self._credited(run, weights), masks_of(run.tape)
+        return _Whole(run.losses, run.left, credit, coarseness(run), run.astray, start, masks=masks)
 
     def _run(
-        self, data: Any, weights: Sequence[Mapping[int, float]], start: list[Any] | None = None, *, bare: bool = False
-    ) -> _Whole:
-        """A run of as many rows as the batch has, ``bare`` of dropout; taped, unless each operation must be seeded."""
+        self, data: Any, weights: Sequence[Mapping[int, float]], start: list[Any] | None = None, *,
+        bare: bool = False, masks: Sequence[Mask] = (),
+    ) -> _Whole:  # fmt: skip
+        """A run of as many rows as the batch has, ``bare`` of dropout or with such masks; taped, unless each operation
+        must be seeded."""
         runs = self._runs
         if self._known is not None and not self._base.draws_freely:
-            run = runs.taped(UndroppedTape if bare else Tape, self._known, data, start)
+            tape = UndroppedTape if bare else partial(DroppingTape, masks=masks)
+            run = runs.taped(tape, self._known, data, start)
             return _Whole(run.losses, run.left, self._credited(run, weights), coarseness(run))
         mode = runs.numbered()
         losses = runs.losses(mode, data, start)
@@ -148,7 +155,7 @@ class WholeBatch:
     def _in_company(self, ours: _Whole, k: int, keep: Sequence[int], other: int, weights: Mapping[int, float]) -> None:
         """Some rows of the whole batch among copies of one. To rounding: rows that are packed are of other shapes."""
         data = replaced(self._batch, take(self._batch, [other] * self._samples), keep)
-        theirs = self._run(data, [weights], ours.start)
+        theirs = self._run(data, [weights], ours.start, masks=ours.masks)
         for i in keep:
             if not near(ours.losses[i], theirs.losses[i], ours.losses, self._base.eps, rounding(self._base.eps)):
                 self._refusals.refuse(self._batch, data, i)
