@@ -171,12 +171,12 @@ class Padding:
 
     def __call__(
         self, data: Any, count: int, rows: int, summed: Callable[[Any, Tensor], ScaledSum],
-        room: Callable[[Sequence[Tensor], int], Sequence[Tensor] | None] = lambda tensors, rows: None,
+        put: Callable[[Sequence[Tensor], int, int], Sequence[Tensor] | None] = lambda tensors, count, rows: None,
     ) -> ScaledSum:  # fmt: skip
         """What ``summed(data, mask)`` gives for ``count`` rows padded to ``rows``, without what it says of padding.
 
         Args:
-            room: for some tensors and a number of rows, tensors of so many rows to put them into, if there are any.
+            put: puts tensors where they will be read, with zeros after them, if that can be done: there.
         """
         mask = _first(count, rows, device_of(data))
         if count == rows:
@@ -184,17 +184,13 @@ class Padding:
         if not self._decided:
             self._copies = not self._takes_zeros(padded(data, count, rows), mask, count, summed)
             self._decided = True
-        out = summed(self._padded(data, count, rows, room), mask)
-        return replace(out, **{name: getattr(out, name)[:count] for name in ("losses", "norms", "weights")})
+        out = summed(self._padded(data, count, rows, put), mask)
+        return replace(out, losses=out.losses[:count], norms=out.norms[:count], weights=out.weights[:count])
 
-    def _padded(self, data: Any, count: int, rows: int, room: Callable[..., Sequence[Tensor] | None]) -> Any:
-        tensors = plain_tensors(data)
-        if self._copies or tensors is None or type(data) is not tuple or (places := room(tensors, rows)) is None:
+    def _padded(self, data: Any, count: int, rows: int, put: Callable[..., Sequence[Tensor] | None]) -> Any:
+        tensors = plain_tensors(data) if type(data) is tuple and not self._copies else None
+        if tensors is None or (places := put(tensors, count, rows)) is None:
             return padded(data, count, rows, copies=self._copies)
-        with torch.no_grad():
-            for place, t in zip(places, tensors, strict=True):
-                place[:count].copy_(t, non_blocking=True)
-                place[count:].zero_()  # what a larger draw has left there
         return tuple(places)
 
     @staticmethod

@@ -521,7 +521,7 @@ class Private:
 
             try:
                 if padding:
-                    out = padding(part, length, size, summed, self._engine.room)
+                    out = padding(part, length, size, summed, self._engine.put)
                 else:
                     out = summed(part, torch.ones(length, dtype=torch.bool, device=device_of(part)))
             except RuntimeError as error:

@@ -41,6 +41,7 @@ foreach_add_: Callable[..., Any] = torch._foreach_add_
 foreach_copy_: Callable[..., Any] = torch._foreach_copy_
 foreach_div_: Callable[..., Any] = torch._foreach_div_
 foreach_mul_: Callable[..., Any] = torch._foreach_mul_
+foreach_zero_: Callable[..., Any] = torch._foreach_zero_
 
 # Where torch prepares to run a checkpointed region again. If it goes: whatever `checkpoint` then calls in its place.
 CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"

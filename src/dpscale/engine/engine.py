@@ -136,10 +136,10 @@ class Engine:
         """Whether sums are compiled now, where they can be."""
         return self._compiled is not None if self._worth is None else self._worth.compile
 
-    def room(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor] | None:
-        """Where the last compiled step reads a batch of so many rows on CUDA, if that has room for tensors like these:
-        what is written there need not be copied again."""
-        return None if self._compiled is None else self._compiled.room(tensors, rows)
+    def put(self, tensors: Sequence[Tensor], count: int, rows: int) -> list[Tensor] | None:
+        """Put ``count`` rows where the last compiled step reads ``rows`` on CUDA, with zeros after them, if they fit:
+        then they need not be copied again."""
+        return None if self._compiled is None else self._compiled.put(tensors, count, rows)
 
     @property
     def sites(self) -> Sites:
