@@ -81,7 +81,7 @@ class Private:
         compile: bool | Worth, ranks: Ranks, noise: Source,
     ) -> None:  # fmt: skip
         self._model, self._optimizer = model, optimizer
-        self._state = RunState(plan, noise_from(noise, key))
+        self._state, self._noise_std = RunState(plan, noise_from(noise, key)), plan.noise_std
         self._ranks = ranks
         self._padding = Padding(Sizes.of(plan.sampling, micro_batch, ranks.size)) if compile else None
         usual, most = (self._padding.usual, self._padding.sizes.rows[-1]) if self._padding else (0, 0)
@@ -516,7 +516,7 @@ class Private:
                     loss_fn, data, self.plan.scaling, mask, points if len(points) > 1 else None,
                     keep=len(split) > 1 and not parts, change=remember if self._state.per_sample else None,
                     singles=None if parts else batch.singles, rest=rest, rows=batch.rows_in(rows),
-                    found=found.pop() if found else None, meanwhile=self._state.ahead,
+                    found=found.pop() if found else None, meanwhile=self._meanwhile,
                 )  # fmt: skip
 
             try:
@@ -531,6 +531,13 @@ class Private:
                 foreach_add_(list(parts[0].grads.values()), [out.grads[n] for n in parts[0].grads])
             parts.append(out)
         return joined(parts) if len(parts) > 1 else parts[0]
+
+    def _meanwhile(self, sums: Parameters) -> None:
+        """While a GPU is at work on sums: draw the noise of the step that they are for, and fetch the next batch."""
+        if not self._ranks.sharded:
+            self._state.noise.prepare(sums, self._noise_std, self.steps_taken + 1)
+        if self._state.ahead is not None:
+            self._state.ahead()
 
     def _terms(self, draw: Draw, values: Digest) -> dict[str, Any]:
         """What every rank must say alike before a draw is released; ``values`` of the parameters, begun before the sum,
@@ -557,7 +564,7 @@ class Private:
                 self._engine.recorder.stop()
         sums = self._ranks.total(out.grads, parameters)
         for shard, part in self._ranks.by_noise(sums, parameters):
-            self._state.noise.add(part, self.plan.noise_std, step, shard)
+            self._state.noise.add(part, self._noise_std, step, shard)
         momentum.release(sums)
         foreach_div_(list(sums.values()), self.plan.expected_batch)
         self._guard.released(self._ranks.set_gradients(sums, parameters))

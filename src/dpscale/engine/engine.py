@@ -36,7 +36,7 @@ from dpscale.engine.by_sample import sum_by_sample
 from dpscale.engine.combine import Evaluated, combine, evaluate, exactly, gradients
 from dpscale.engine.compat import reparametrized
 from dpscale.engine.compile.inductor import inductor
-from dpscale.engine.compile.step import Backend, CompiledSum
+from dpscale.engine.compile.step import Backend, CompiledSum, Meanwhile
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.errors import PassedBy
 from dpscale.engine.identity import Setting, code_of
@@ -171,7 +171,7 @@ class Engine:
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor | None = None, points: Points | None = None, *,
         keep: bool = False, change: Remember | None = None, singles: Mapping[int, Any] | None = None,
         rest: Sequence[Any] = (), rows: Features | None = None, found: Structure | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> ScaledSum:  # fmt: skip
         """As `dpscale.scaled_sum`.
 
@@ -182,7 +182,7 @@ class Engine:
             rest: other parts of the batch that these were collated with.
             rows: features of the rows, if they are known.
             found: the structure of the model as it is now, if that is known.
-            meanwhile: may be called while a GPU is at work.
+            meanwhile: may be called while a GPU is at work, with the gradients that it works on.
         """
         model, found = self.model, structure(self.model) if found is None else found
         parameters = trainable(found)

@@ -61,6 +61,9 @@ Evaluate = Callable[[Points, Any, Tensor], Evaluated]
 Run = Callable[[Any], Tensor]
 """From a batch to its losses."""
 
+Meanwhile = Callable[[Mapping[str, Tensor]], None]
+"""Something to do while a GPU is at work on gradients, by name: their shapes are known, and no more."""
+
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """From a traced graph and example inputs to something that runs it."""
 
@@ -385,7 +388,7 @@ class CompiledSum:
 
     def __call__(
         self, setting: Setting, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites,
-        *, keep: bool = False, meanwhile: Callable[[], None] | None = None,
+        *, keep: bool = False, meanwhile: Meanwhile | None = None,
     ) -> ScaledSum | None:  # fmt: skip
         """As `dpscale.scaled_sum`; None where the eager path must be asked.
 
@@ -396,7 +399,7 @@ class CompiledSum:
                 Points that do not count yet have the coefficient 0.
             sites: where the samples are.
             keep: copy the gradients. Without it they may be buffers that the next call overwrites.
-            meanwhile: called while a GPU is at work.
+            meanwhile: called while a GPU is at work, with the gradients that it works on.
         """
         with cold_start():
             compiled = self._compiled(setting, run, batch, rule, mask, points, sites)
@@ -408,7 +411,7 @@ class CompiledSum:
         grads = {n: g.clone() if keep else g for n, g in zip(compiled.names, sums, strict=True)}
         norms, weights, losses = told.clone().unbind()
         if meanwhile is not None and mask.is_cuda:
-            meanwhile()
+            meanwhile(grads)
         if not compiled.all_finite():  # a rare sample needs the second look
             return None
         # All are finite, so none was ignored: said on the CPU, where it can be read without waiting.
