@@ -62,9 +62,8 @@ class Noise:
             return
         label = f"noise/{step}" if shard is None else f"noise/{step}/shard {shard}"
         for device, place, there in _by_device(sums, label):
-            what = self.key.derive(place), [t.shape for t in there]
             known, draw = self._ahead.pop(device, (None, None))  # used once, or never
-            if draw is None or known != what:
+            if draw is None or known != self._what(place, there):
                 known, draw = None, _standard_normal(self.key, place, device)
             # One draw and one fused addition for many tensors: hundreds of small ones cost more to launch than to do.
             for k, pieces in enumerate(_chunks(there)):
@@ -79,12 +78,16 @@ class Noise:
         What is not added at that step to sums of those shapes is never added.
         """
         for device, place, there in _by_device(sums, f"noise/{step}") if std else ():
-            what = self.key.derive(place), [t.shape for t in there]
+            what = self._what(place, there)
             if device not in self._ahead or self._ahead[device][0] != what:
                 self._ahead.pop(device, None)  # where they are drawn, others lie from here on
                 draw = _standard_normal(self.key, place, device)
                 draw(self._room(device).like(0, next(_chunks(there)))[0])
                 self._ahead[device] = what, draw
+
+    def _what(self, place: str, tensors: Sequence[Tensor]) -> Any:
+        """What numbers are for."""
+        return self.key.derive(place), [t.shape for t in tensors]
 
     def _room(self, device: torch.device) -> "_Room":
         if device not in self._rooms:
@@ -97,11 +100,12 @@ def _by_device(sums: Mapping[str, Tensor], label: str) -> Iterator[tuple[torch.d
     tensors = real_parts(sums)
     devices = [t.device for t in tensors]
     met: Counter[str] = Counter()
-    for device in dict.fromkeys(devices):
+    for device in (kinds := dict.fromkeys(devices)):
         # By its type and its turn: the same part of a model is on cuda:0 here and on cuda:1 in another process.
         place = f"{device.type}:{met[device.type]}" if met[device.type] else device.type
         met[device.type] += 1
-        yield device, f"{label}/{place}", [t for t, its in zip(tensors, devices, strict=True) if its == device]
+        there = [t for t, its in zip(tensors, devices, strict=True) if its == device] if len(kinds) > 1 else tensors
+        yield device, f"{label}/{place}", there
 
 
 def real_parts(sums: Mapping[str, Tensor]) -> list[Tensor]:

@@ -401,15 +401,13 @@ class CompiledSum:
             keep: copy the gradients. Without it they may be buffers that the next call overwrites.
             meanwhile: called while a GPU is at work, with the gradients that it works on.
         """
-        with cold_start():
-            compiled = self._compiled(setting, run, batch, rule, mask, points, sites)
-        self._last = compiled
+        compiled = self._last = self._compiled(setting, run, batch, rule, mask, points, sites)
         if compiled is None:
             return None
         outputs = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]])
         *sums, told = outputs
         grads = {n: g.clone() if keep else g for n, g in zip(compiled.names, sums, strict=True)}
-        norms, weights, losses = told.clone().unbind()
+        norms, weights, losses = (told.clone() if told.is_cuda else told).unbind()
         if meanwhile is not None and mask.is_cuda:
             meanwhile(grads)
         if not compiled.all_finite():  # a rare sample needs the second look
@@ -473,7 +471,7 @@ class CompiledSum:
 
         weights = [w for _, w in points] if points else [parameters]
         try:
-            with untouched(model):
+            with untouched(model), cold_start():
                 return Compiled(
                     parameters, weights, found.constants, at, rule, batch, mask, self._backend, any_size, self._most
                 )
