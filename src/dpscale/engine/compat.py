@@ -58,6 +58,20 @@ def _constant(number: float, dtype: torch.dtype) -> Tensor:
     return torch.tensor(number, dtype=dtype, device="cpu")
 
 
+_operations = torch.library.Library("dpscale", "FRAGMENT")
+
+
+def operation(schema: str, run: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag) -> None:
+    """An operation of our own, ``torch.ops.dpscale.…``, without a gradient: what runs it, and what gives its shapes.
+
+    `torch.library.custom_op` makes the same, which takes 30 microseconds to call where this one takes four.
+    """
+    _operations.define(schema, tags=tags)
+    name = schema.partition("(")[0]
+    _operations.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dpscale::{name}", fake, lib=_operations)
+
+
 # Where torch prepares to run a checkpointed region again. If it goes: whatever `checkpoint` then calls in its place.
 CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
 

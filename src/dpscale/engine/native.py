@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpscale.engine.compat import operation
 from dpscale.files import replacing
 
 log = logging.getLogger("dpscale")
@@ -65,8 +66,6 @@ def patch_gradients(
     return made
 
 
-# An operation that takes its arguments as they lie: the compiler need not lay them out anew.
-@torch.library.custom_op("dpscale::patch_gradients", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def _patch_gradients(
     x: Tensor, g: Tensor, images: int, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int],
@@ -84,10 +83,16 @@ def _patch_gradients(
     return out, squares
 
 
-@_patch_gradients.register_fake
-def _(x: Tensor, g: Tensor, images: int, kernel: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
+def _shaped(x: Tensor, g: Tensor, images: int, kernel: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
     samples = x.shape[0] // images
     return x.new_empty(samples, *kernel, x.shape[1], g.shape[1]), x.new_empty(samples)
+
+
+# It takes its arguments as they lie: the compiler need not lay them out anew.
+operation(
+    "patch_gradients(Tensor x, Tensor g, SymInt images, SymInt[] kernel, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation) -> (Tensor, Tensor)", _patch_gradients, _shaped, torch.Tag.flexible_layout,
+)  # fmt: skip
 
 
 @cache
