@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
 import dpscale
-from dpscale.batches import Batch, Padding, padded, part_of, rows_of
+from dpscale.batches import Batch, Padding, padded
+from dpscale.engine.arguments import part_of, rows_of
 from dpscale.engine.compile.step import Compiled
 from dpscale.engine.verify.rows import neutral
 from dpscale.sampling import Draw

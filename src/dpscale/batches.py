@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.checks import complaint, out_of_memory
 from dpscale.engine import ScaledSum, UnsupportedModel
-from dpscale.engine.arguments import has_rows, over_rows, plain_tensors, tensors_in
+from dpscale.engine.arguments import device_of, has_rows, over_rows, plain_tensors, rows_of, tensors_in
 from dpscale.engine.compat import register_tree_node
 from dpscale.engine.verify.rows import Features, FeatureTable, blank_of, features, neutral
 from dpscale.engine.verify.state import Dice
@@ -78,10 +78,6 @@ class Batch:
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory."""
         return self._changed(lambda data: over_rows(data, lambda t: t.pin_memory() if hasattr(t, "pin_memory") else t))
-
-    def rows_in(self, part: slice) -> Features | None:
-        """Of some of its rows."""
-        return None if self.rows is None else self.rows[part]
 
     def __len__(self) -> int:
         return len(self.data)
@@ -439,12 +435,6 @@ def fetched(
             yield pick, neutral(data), {}, None
 
 
-def rows_of(data: Any) -> int | None:
-    """How many rows the tensors of a batch have; None if they do not agree, or if there are none."""
-    sizes = {len(t) if t.ndim else None for t in tensors_in(data)}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
 def grouped(data: Any, each: int) -> Any:
     """A batch of people's records, (people·each, …), as (people, each, …)."""
     count = rows_of(data)
@@ -458,18 +448,6 @@ def grouped(data: Any, each: int) -> Any:
         raise complaint("step", "batch", "of tensors where its rows are the records of people", got, action)
 
     return over_rows(data, apart, count)
-
-
-def device_of(data: Any) -> torch.device:
-    """Where the first tensor of a batch is; the CPU if there is none."""
-    return next((t.device for t in tensors_in(data)), torch.device("cpu"))
-
-
-def part_of(data: Any, part: slice, count: int) -> Any:
-    """The rows ``part`` of whatever in a batch has ``count`` of them, lists of plain values included."""
-    if part == slice(0, count) and type(data) is tuple and plain_tensors(data) is not None:
-        return data  # which nobody can take anything out of
-    return over_rows(data, lambda rows: rows[part] if has_rows(rows, count) else rows, count)
 
 
 def padded(data: Any, count: int, rows: int, *, copies: bool = False) -> Any:

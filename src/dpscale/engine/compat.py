@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -40,22 +39,9 @@ tree_flatten_with_path, register_tree_node = pytree.tree_flatten_with_path, pytr
 # One launch for many tensors. If they go: a loop over Tensor.add_ and the like.
 foreach_add_: Callable[..., Any] = torch._foreach_add_
 foreach_copy_: Callable[..., Any] = torch._foreach_copy_
+foreach_div_: Callable[..., Any] = torch._foreach_div_
 foreach_mul_: Callable[..., Any] = torch._foreach_mul_
 foreach_zero_: Callable[..., Any] = torch._foreach_zero_
-
-
-def foreach_div_(tensors: Sequence[Tensor], by: float) -> None:
-    """Divide many tensors by one number. On a CPU torch would make a tensor of it for each of them, which takes three
-    times as long as to divide a small one. If it goes: a loop over Tensor.div_."""
-    divide: Callable[..., Any] = torch._foreach_div_
-    alike = {(t.dtype, t.device.type) for t in tensors} in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})
-    divide(tensors, _constant(by, tensors[0].dtype) if alike else by)
-
-
-@lru_cache(16)
-def _constant(number: float, dtype: torch.dtype) -> Tensor:
-    """A number as a tensor on the CPU, which nobody writes to."""
-    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 _operations = torch.library.Library("dpscale", "FRAGMENT")
@@ -210,11 +196,6 @@ def _len_of_any_size() -> Iterator[None]:
         yield
     finally:
         builtins.len = plain
-
-
-def example_size(size: int) -> int:
-    """A size, or the example of one that is a symbol: for choices that are right for every size."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def holds_for(graph: torch.fx.GraphModule, rows: int) -> bool:

@@ -21,11 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscale.engine import kernels, native
-from dpscale.engine.compat import FakeTensor, example_size
-from dpscale.engine.rules.base import Call, Rule
+from dpscale.engine.compat import FakeTensor
+from dpscale.engine.layout import example_size
 from dpscale.engine.rules.forms import (
+    Call,
     Dense,
     Form,
+    Rule,
     Stack,
     as_multiplied,
     chunks,
