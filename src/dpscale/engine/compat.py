@@ -80,6 +80,10 @@ forward_hooks: Callable[[nn.Module], tuple[MutableMapping[int, Any], ...]] = att
 )
 
 
+# An optimizer's hooks before its step, by their numbers. If they go: `guard` registers its own anew before every step.
+step_hooks: Callable[[torch.optim.Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
+
+
 def has_hooks(t: Tensor) -> bool:
     """Whether something was registered to be called with its gradient. If it goes: nothing says so."""
     return bool(t._backward_hooks)
