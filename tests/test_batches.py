@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import pickle
 import types
 
@@ -13,7 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
 import dpscale
-from dpscale.batches import Batch, Padding, padded, part_of, rows_of
+from dpscale.batches import Batch, Padding, padded
+from dpscale.engine.arguments import part_of, rows_of
+from dpscale.engine.compile.step import Compiled
 from dpscale.engine.verify.rows import neutral
 from dpscale.sampling import Draw
 from dpscale.shapes import Sizes
@@ -240,7 +243,7 @@ def padding(model=None, **changes):
     run = private(model, **changes)
     run._padding = Padding(Sizes.of(run.plan.sampling, changes.get("micro_batch")))
     run._engine._compiled = lambda *args, **kwargs: None
-    run._engine.room = lambda tensors, rows: None
+    run._engine.put = lambda tensors, count, rows: None
     return run
 
 
@@ -251,8 +254,9 @@ def test_a_compiled_step_has_few_shapes_and_no_row_of_another_sample(micro_batch
     original = run._engine.scaled_sum
     if room:  # as on CUDA, where a recorded step reads its batch from the same place every time
         x, y = data().tensors
-        places = torch.full((99, *x.shape[1:]), 7.0), torch.full((99,), 1, dtype=y.dtype)
-        run._engine.room = lambda tensors, rows: [place[:rows] for place in places]
+        places = [torch.full((99, *x.shape[1:]), 7.0), torch.full((99,), 1, dtype=y.dtype), torch.ones(99)]
+        recorded = types.SimpleNamespace(_buffers=places, _filled=99, _tensors=[0, 1], _in_place=False)
+        run._engine.put = functools.partial(Compiled.put, recorded)
 
     def noted(loss_fn, batch, rule, mask, *args, **kwargs):
         seen.append(len(mask))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpscale
-from dpscale.noise import Key, Noise, SecureNoise
+from dpscale.noise import Key, Noise, SecureNoise, fast
 
 SOURCES = {"fast": Noise, "secure": SecureNoise}
 every_source = pytest.mark.parametrize("source", SOURCES)
@@ -121,7 +121,7 @@ def test_noise_does_not_depend_on_the_number_of_a_device(monkeypatch):
     monkeypatch.setattr("dpscale.noise.fast._standard_normal", lambda key, label, device: labels.append(label))
     monkeypatch.setattr("dpscale.noise.fast._chunks", lambda tensors: [])
     monkeypatch.setattr("dpscale.noise.fast._Room", lambda device: None)
-    on = [SimpleNamespace(device=torch.device("cuda", k), is_complex=lambda: False) for k in (3, 5, 3)]
+    on = [SimpleNamespace(device=torch.device("cuda", k), is_complex=lambda: False, shape=()) for k in (3, 5, 3)]
     Noise(Key(1)).add(dict(enumerate(on)), 1.0, 4)
     assert labels == ["noise/4/cuda", "noise/4/cuda:1"]
 
@@ -139,6 +139,47 @@ def test_what_is_left_of_the_last_step_does_not_change_the_next(monkeypatch, chu
         kept.add(sums, 2.0, step)
         SOURCES[source](Key(1)).add(fresh, 2.0, step)
         assert all(torch.equal(sums[n], t) and t.abs().min() > 0 for n, t in fresh.items())
+
+
+@every_source
+@pytest.mark.parametrize("chunk", [10, 1 << 24])
+def test_noise_that_is_drawn_ahead_is_that_of_its_step_and_is_added_once(monkeypatch, chunk, source):
+    monkeypatch.setattr(f"{SOURCES[source].__module__}.CHUNK", chunk)
+
+    def sums(width=30):
+        return {"a": torch.zeros(width, 2), "b": torch.zeros(4, 2)}
+
+    kept = SOURCES[source](Key(1))
+
+    def added(step, shard=None, width=30):
+        kept.add(found := sums(width), 2.0, step, shard)
+        SOURCES[source](Key(1)).add(fresh := sums(width), 2.0, step, shard)
+        assert all(torch.equal(found[n], t) and t.abs().min() > 0 for n, t in fresh.items())
+
+    for prepared, step, *others in [(1, 1), (2, 3), (4, 4, 0), (5, 5, None, 7), (6, 6), (6, 6)]:
+        kept.prepare(sums(), 2.0, prepared)
+        kept.prepare(sums(), 2.0, prepared)  # for another part of the batch
+        added(step, *others)
+    added(6)  # nothing is there any more
+    kept.prepare(sums(), 2.0, 7)
+    monkeypatch.setattr("dpscale.noise.key.os.getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="was forked"):
+        kept.add(sums(), 2.0, 7)
+
+
+def test_noise_drawn_ahead_is_not_drawn_again(monkeypatch):
+    kept, drawn, made = Noise(Key(1)), [], fast._standard_normal
+
+    def counted(*args):
+        draw = made(*args)
+        return lambda numbers: (draw(numbers), drawn.append(args[1]))
+
+    monkeypatch.setattr(fast, "_standard_normal", counted)
+    for step in (1, 2):
+        kept.prepare({"w": torch.zeros(9)}, 1.0, step)
+        assert len(drawn) == step
+        kept.add({"w": torch.zeros(9)}, 1.0, step)
+    assert drawn == ["noise/1/cpu", "noise/2/cpu"]
 
 
 @every_source

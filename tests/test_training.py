@@ -1,6 +1,7 @@
 """The private loop: limits, datasets, micro-batches, the budget, and your own loop through `backward`."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -770,3 +771,33 @@ def test_an_interrupt_in_the_midst_of_a_forward():
     gc.collect()
     assert run.steps_taken == 1 and run.model(data()[:3][0]).requires_grad
     assert torch.equal(train(run), train(plain))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 5])
+def test_noise_that_is_drawn_while_a_device_works_is_that_of_its_step(micro_batch):
+    """Also of a step whose first try came to nothing."""
+
+    def trained(early):
+        run = private(micro_batch=micro_batch)
+        summed, failed = run._engine.scaled_sum, []
+
+        def working(*args, meanwhile, **options):
+            out = summed(*args, **options)
+            if early:
+                meanwhile(out.grads)
+            if early and run.steps_taken == 2 and not failed:
+                failed.append(True)
+                raise ValueError("too late")
+            return out
+
+        run._engine.scaled_sum = working
+        for batch in run.batches(data()):
+            with contextlib.suppress(ValueError):
+                run.step(batch, loss_fn)
+            if failed == [True]:
+                failed.append(run.steps_taken)
+                run.step(batch, loss_fn)
+        assert failed == ([True, 2] if early else [])
+        return vector(run.model)
+
+    assert torch.equal(trained(early=False), trained(early=True))

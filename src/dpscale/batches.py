@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dpscale.checks import complaint, out_of_memory
 from dpscale.engine import ScaledSum, UnsupportedModel
-from dpscale.engine.arguments import has_rows, over_rows, plain_tensors, tensors_in
+from dpscale.engine.arguments import device_of, has_rows, over_rows, plain_tensors, rows_of, tensors_in
 from dpscale.engine.compat import register_tree_node
 from dpscale.engine.verify.rows import Features, FeatureTable, blank_of, features, neutral
 from dpscale.engine.verify.state import Dice
@@ -78,10 +78,6 @@ class Batch:
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory."""
         return self._changed(lambda data: over_rows(data, lambda t: t.pin_memory() if hasattr(t, "pin_memory") else t))
-
-    def rows_in(self, part: slice) -> Features | None:
-        """Of some of its rows."""
-        return None if self.rows is None else self.rows[part]
 
     def __len__(self) -> int:
         return len(self.data)
@@ -171,12 +167,12 @@ class Padding:
 
     def __call__(
         self, data: Any, count: int, rows: int, summed: Callable[[Any, Tensor], ScaledSum],
-        room: Callable[[Sequence[Tensor], int], Sequence[Tensor] | None] = lambda tensors, rows: None,
+        put: Callable[[Sequence[Tensor], int, int], Sequence[Tensor] | None] = lambda tensors, count, rows: None,
     ) -> ScaledSum:  # fmt: skip
         """What ``summed(data, mask)`` gives for ``count`` rows padded to ``rows``, without what it says of padding.
 
         Args:
-            room: for some tensors and a number of rows, tensors of so many rows to put them into, if there are any.
+            put: puts tensors where they will be read, with zeros after them, if that can be done: there.
         """
         mask = _first(count, rows, device_of(data))
         if count == rows:
@@ -184,17 +180,13 @@ class Padding:
         if not self._decided:
             self._copies = not self._takes_zeros(padded(data, count, rows), mask, count, summed)
             self._decided = True
-        out = summed(self._padded(data, count, rows, room), mask)
-        return replace(out, **{name: getattr(out, name)[:count] for name in ("losses", "norms", "weights")})
+        out = summed(self._padded(data, count, rows, put), mask)
+        return replace(out, losses=out.losses[:count], norms=out.norms[:count], weights=out.weights[:count])
 
-    def _padded(self, data: Any, count: int, rows: int, room: Callable[..., Sequence[Tensor] | None]) -> Any:
-        tensors = plain_tensors(data)
-        if self._copies or tensors is None or type(data) is not tuple or (places := room(tensors, rows)) is None:
+    def _padded(self, data: Any, count: int, rows: int, put: Callable[..., Sequence[Tensor] | None]) -> Any:
+        tensors = plain_tensors(data) if type(data) is tuple and not self._copies else None
+        if tensors is None or (places := put(tensors, count, rows)) is None:
             return padded(data, count, rows, copies=self._copies)
-        with torch.no_grad():
-            for place, t in zip(places, tensors, strict=True):
-                place[:count].copy_(t, non_blocking=True)
-                place[count:].zero_()  # what a larger draw has left there
         return tuple(places)
 
     @staticmethod
@@ -443,12 +435,6 @@ def fetched(
             yield pick, neutral(data), {}, None
 
 
-def rows_of(data: Any) -> int | None:
-    """How many rows the tensors of a batch have; None if they do not agree, or if there are none."""
-    sizes = {len(t) if t.ndim else None for t in tensors_in(data)}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
 def grouped(data: Any, each: int) -> Any:
     """A batch of people's records, (people·each, …), as (people, each, …)."""
     count = rows_of(data)
@@ -462,18 +448,6 @@ def grouped(data: Any, each: int) -> Any:
         raise complaint("step", "batch", "of tensors where its rows are the records of people", got, action)
 
     return over_rows(data, apart, count)
-
-
-def device_of(data: Any) -> torch.device:
-    """Where the first tensor of a batch is; the CPU if there is none."""
-    return next((t.device for t in tensors_in(data)), torch.device("cpu"))
-
-
-def part_of(data: Any, part: slice, count: int) -> Any:
-    """The rows ``part`` of whatever in a batch has ``count`` of them, lists of plain values included."""
-    if part == slice(0, count) and type(data) is tuple and plain_tensors(data) is not None:
-        return data  # which nobody can take anything out of
-    return over_rows(data, lambda rows: rows[part] if has_rows(rows, count) else rows, count)
 
 
 def padded(data: Any, count: int, rows: int, *, copies: bool = False) -> Any:

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from dpscale.engine.compat import step_hooks
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -149,6 +151,8 @@ def _steered(optimizer: Optimizer) -> list[Tensor]:
 def _before_any(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     """Before any step of any optimizer: where a run is concerned, have the last look, after all other hooks."""
     if not _guards or not _guarding(_steered(optimizer)):
+        return
+    if next(reversed(step_hooks(optimizer).values()), None) is _last_look:
         return
     if (hook := _last_looks.get(optimizer)) is not None:
         hook.remove()

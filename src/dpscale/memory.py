@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from dpscale.batches import device_of
 from dpscale.checks import out_of_memory
+from dpscale.engine.arguments import device_of
 
 
 class TooLarge(MemoryError):

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from dpscale.batches import Batch, Pick, device_of, grouped
+from dpscale.batches import Batch, Pick, grouped
 from dpscale.chances import Chances
 from dpscale.checks import complaint, plain_number, require, require_count
 from dpscale.engine import LossFn, check_losses
-from dpscale.engine.arguments import over_rows
+from dpscale.engine.arguments import device_of, over_rows
 from dpscale.sampling import Indices
 from dpscale.sources import column_of, dataset_of, is_frame
 

@@ -53,17 +53,17 @@ class Draw:
         mask: per row of the batch, True for a sample. An empty draw has one row, which is masked.
         shares: of a draw of people, (people, rows of each): the part of every row in the mean over its person's
             records. A person's rows stand together, and ``mask`` has one entry for each person. None: of samples.
+        rows: of the batch.
     """
 
     number: int
     indices: Indices
     mask: NDArray[np.bool_]
     shares: NDArray[np.float32] | None = None
+    rows: int = field(init=False)
 
-    @property
-    def rows(self) -> int:
-        """Of the batch."""
-        return len(self.mask) if self.shares is None else self.shares.size
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", len(self.mask) if self.shares is None else self.shares.size)
 
     @staticmethod
     def of(number: int, indices: Indices, shares: NDArray[np.float32] | None = None) -> "Draw":

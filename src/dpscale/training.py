@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from dpscale.batches import Batch, Batches, Padding, device_of, part_of, rows_of
+from dpscale.batches import Batch, Batches, Padding
 from dpscale.card import Booked, Card, history, randomness
 from dpscale.card import make as make_card
 from dpscale.checks import complaint, plain_number, require, require_count
 from dpscale.distributed import Digest, Ranks, model_terms
 from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_finite, trainable
-from dpscale.engine.arguments import check_loss_fn, plain_tensors, tensors_in
+from dpscale.engine.arguments import check_loss_fn, device_of, part_of, plain_tensors, rows_of, tensors_in
 from dpscale.engine.compat import foreach_add_, foreach_div_
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.modules import Structure, structure
@@ -399,15 +399,16 @@ class Private:
         require(not self._ranks.sharded, "parts", "batch", "of a model that is not sharded", "one under fully_shard",
                 "Call privatize(..., micro_batch=...) and private.step(batch, loss_fn).")  # fmt: skip
         draw = self._state.check_outstanding(batch.draw)
-        rows = rows_of(batch.data)
-        require(rows == draw.rows, "parts", "batch", f"of {draw.rows} rows, as drawn", rows, "Pass on every row.")
+        got = rows_of(batch.data)
+        require(got == draw.rows, "parts", "batch", f"of {draw.rows} rows, as drawn", got, "Pass on every row.")
         count, each = len(draw.mask), draw.rows // len(draw.mask)
         for start in range(0, count, size):
             part = slice(start, min(start + size, count))
             own = part_of(batch.data, slice(part.start * each, part.stop * each), draw.rows)
+            rows = None if batch.rows is None else batch.rows[part]
             if draw.mask.any():
-                self._engine.recorder.start(part.stop - part.start, batch.rows_in(part), each, tensors_in(own))
-            yield Batch(own, draw, {}, batch.rows_in(part), part)
+                self._engine.recorder.start(part.stop - part.start, rows, each, tensors_in(own))
+            yield Batch(own, draw, {}, rows, part)
 
     def _keep(self, losses: Tensor, batch: Any, part: slice) -> StepReport:
         """Sum a part of a draw that is not its last, and keep it. An error is one on all ranks, which may wait."""
@@ -515,13 +516,13 @@ class Private:
                 return self._engine.scaled_sum(
                     loss_fn, data, self.plan.scaling, mask, points if len(points) > 1 else None,
                     keep=len(split) > 1 and not parts, change=remember if self._state.per_sample else None,
-                    singles=None if parts else batch.singles, rest=rest, rows=batch.rows_in(rows),
-                    found=found.pop() if found else None, meanwhile=self._state.ahead,
+                    singles=None if parts else batch.singles, rest=rest, meanwhile=self._meanwhile,
+                    rows=None if batch.rows is None else batch.rows[rows], found=found.pop() if found else None,
                 )  # fmt: skip
 
             try:
                 if padding:
-                    out = padding(part, length, size, summed, self._engine.room)
+                    out = padding(part, length, size, summed, self._engine.put)
                 else:
                     out = summed(part, torch.ones(length, dtype=torch.bool, device=device_of(part)))
             except RuntimeError as error:
@@ -531,6 +532,13 @@ class Private:
                 foreach_add_(list(parts[0].grads.values()), [out.grads[n] for n in parts[0].grads])
             parts.append(out)
         return joined(parts) if len(parts) > 1 else parts[0]
+
+    def _meanwhile(self, sums: Parameters) -> None:
+        """While a GPU is at work on sums: draw the noise of the step that they are for, and fetch the next batch."""
+        if not self._ranks.sharded:
+            self._state.noise.prepare(sums, self.plan.noise_std, self.steps_taken + 1)
+        if self._state.ahead is not None:
+            self._state.ahead()
 
     def _terms(self, draw: Draw, values: Digest) -> dict[str, Any]:
         """What every rank must say alike before a draw is released; ``values`` of the parameters, begun before the sum,
@@ -559,7 +567,7 @@ class Private:
         for shard, part in self._ranks.by_noise(sums, parameters):
             self._state.noise.add(part, self.plan.noise_std, step, shard)
         momentum.release(sums)
-        foreach_div_(list(sums.values()), self.plan.expected_batch)
+        _divide_(list(sums.values()), self.plan.expected_batch)
         self._guard.released(self._ranks.set_gradients(sums, parameters))
 
     def _momentum_state(self, parameters: Parameters, samples: int) -> MomentumState:
@@ -622,6 +630,12 @@ class Private:
             f"All {self.steps} planned steps are taken, and with them the privacy budget. Nothing was released. "
             "To train longer, plan more steps and calibrate again, before training."
         )
+
+
+def _divide_(sums: list[Tensor], by: int) -> None:
+    """Divide all by one number. On a CPU torch makes a tensor of a number for each tensor that it divides."""
+    alike = {(t.dtype, t.device.type) for t in sums} in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})
+    foreach_div_(sums, torch.full((), by, dtype=sums[0].dtype, device="cpu") if alike else by)
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer, stored: Callable[[Tensor], Tensor]) -> None:

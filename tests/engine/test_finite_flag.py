@@ -91,12 +91,28 @@ def test_a_batch_lies_where_the_step_reads_it_unless_the_forward_writes_there(in
     mask = torch.ones(SIZE, dtype=torch.bool)
     engine.scaled_sum(cross_entropy, (x.abs(), y), dpscale.Clip(C=0.5), mask)
     ((compiled, *_),) = engine._compiled._known.values()
-    assert x.is_cuda or engine.room([x, y], 3) is None  # nothing is recorded on a CPU
-    compiled._buffers = [x, y, mask]
-    found = engine.room([x, y], 3)
+    given = [torch.ones_like(x[:2]), torch.ones_like(y[:2])]
+    assert x.is_cuda or engine.put(given, 2, 3) is None  # nothing is recorded on a CPU
+    compiled._buffers, compiled._filled = [x, y, mask], SIZE
+    found = engine.put(given, 2, 3)
     if in_place:
         assert found is None
     else:
         assert [(r.data_ptr(), len(r)) for r in found] == [(x.data_ptr(), 3), (y.data_ptr(), 3)]
-    for others in ([y, x], [x], [x.double(), y], [x[:, :2], y]):
-        assert engine.room(others, 3) is None
+        assert all(bool((t[:2] == 1).all()) and not t[2:].any() for t in (x, y))  # nothing of what was there is left
+    a, b = given
+    for others in ([b, a], [a], [a.double(), b], [a[:, :2], b], [a[:1], b], [a, b.sum()]):
+        assert engine.put(others, 2, 3) is None
+    assert engine.put(given, 2, SIZE + 1) is None
+
+
+def test_what_a_larger_draw_has_left_is_blanked():
+    """Padding where the step reads is zeros, after draws of any sizes in any order."""
+    model, mask = mlp(), torch.ones(SIZE, dtype=torch.bool)
+    engine, (x, y) = Engine(model, compile=lambda graph, inputs: graph), (t.clone() for t in data().tensors)
+    engine.scaled_sum(cross_entropy, (x, y), dpscale.Clip(C=0.5), mask)
+    ((compiled, *_),) = engine._compiled._known.values()
+    compiled._buffers, compiled._filled = [x, y, mask], SIZE
+    for count in (3, 5, 2, SIZE, 1, 4):
+        places = engine.put([torch.ones_like(x[:count]), torch.ones_like(y[:count])], count, SIZE)
+        assert all(bool((t[:count] == 1).all()) and not t[count:].any() for t in places)

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from dpscale.engine.engine import Engine
 from dpscale.engine.rules import convolution
 from dpscale.engine.rules.convolution import Patches
 from dpscale.engine.rules.forms import Dense, widen
+from dpscale.engine.verify.rows import _columns, _told
 
 needed = pytest.mark.skipif(not native.available(), reason="there is no compiler for it")
 
@@ -68,6 +70,33 @@ def test_operands_may_be_views_that_repeat_or_skip():
     products, _ = native.patch_gradients(x, g, 1, (3, 2), (2, 1), (1, 0), (1, 1))
     expected = oracle(Patches(x.unsqueeze(1), made.g, *list(vars(made).values())[2:]))
     torch.testing.assert_close(products.permute(0, 4, 3, 1, 2).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@needed
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (7, 16), (9, 33), (4, 300)])
+def test_what_tells_rows_apart_is_what_torch_says(monkeypatch, shape):
+    torch.manual_seed(0)
+    floats, whole = torch.randn(shape), torch.randint(-5, 5, shape)
+    zeros = torch.zeros(shape)
+    for given in (floats, floats.round(), floats.relu(), zeros, -zeros, zeros - 3, whole, whole + 2**60, -whole):
+        expected = [column[None].numpy() for column in _columns(given)]
+        for alone in (0, 1 << 20):
+            monkeypatch.setattr(native, "ALONE", alone)
+            assert native.rows(given) is not None
+            np.testing.assert_array_equal(np.concatenate([*_told(given)]), np.concatenate(expected))
+
+
+@needed
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_are_not_finite_or_not_in_one_stretch_are_left_to_torch(value):
+    for place in (0, 17, 33 * 4 - 1):
+        given = torch.randn(4, 33)
+        given.view(-1)[place] = value
+        assert native.rows(given) is None
+        np.testing.assert_array_equal(np.concatenate([*_told(given)])[0], [k != place // 33 for k in range(4)])
+    others = torch.randn(4, 6).t(), torch.randn(4, 6).double(), torch.randn(4, 0), torch.ones(2, 3, dtype=bool)
+    for given in others:
+        assert native.rows(given) is None
 
 
 @needed
@@ -155,7 +184,11 @@ def test_without_a_compiler_torch_does_it(monkeypatch):
 
 
 @needed
-@pytest.mark.parametrize("was, now", [("sum[t][v] +=", "sum[t][v] -="), ("squares += sum", "squares += 2 * sum")])
+@pytest.mark.parametrize("was, now", [
+    ("sum[t][v] +=", "sum[t][v] -="), ("squares += sum", "squares += 2 * sum"), ("odd |= v - v != 0", "odd |= v != v"),
+    ("negative -= v < 0", "negative -= v <= 0"), ("greatest = v > greatest", "greatest = v < greatest"),
+    ("least = x[k] < least", "least = x[k] > least"), ("x[k] - x[k] == 0", "x[k] == x[k]"),
+])  # fmt: skip
 def test_a_kernel_that_is_wrong_for_the_example_is_not_taken(monkeypatch, tmp_path, was, now):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = tmp_path / "native.cpp"

@@ -102,6 +102,17 @@ def batch_size(batch: Any) -> tuple[int, torch.device]:
     return tensors[0].shape[0], tensors[0].device
 
 
+def rows_of(data: Any) -> int | None:
+    """How many rows the tensors of a batch have; None if they do not agree, or if there are none."""
+    sizes = {len(t) if t.ndim else None for t in tensors_in(data)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def device_of(data: Any) -> torch.device:
+    """Where the first tensor of a batch is; the CPU if there is none."""
+    return next((t.device for t in tensors_in(data)), torch.device("cpu"))
+
+
 def check_losses(losses: Any, samples: int) -> Tensor:
     """Losses must be one number per sample."""
     if not isinstance(losses, Tensor) or losses.shape != (samples,):
@@ -163,6 +174,13 @@ def over_rows(data: Any, change: Callable[[Any], Any], count: int | None = None,
         values = [over_rows(value, change, count, leaf) for value in data]
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
     return change(data) if count is None and leaf is Tensor and hasattr(data, "to") else data
+
+
+def part_of(data: Any, part: slice, count: int) -> Any:
+    """The rows ``part`` of whatever in a batch has ``count`` of them, lists of plain values included."""
+    if part == slice(0, count) and type(data) is tuple and plain_tensors(data) is not None:
+        return data  # which nobody can take anything out of
+    return over_rows(data, lambda rows: rows[part] if has_rows(rows, count) else rows, count)
 
 
 def _plain_rows(data: Any, count: int) -> bool:

@@ -36,7 +36,7 @@ from dpscale.engine.by_sample import sum_by_sample
 from dpscale.engine.combine import Evaluated, combine, evaluate, exactly, gradients
 from dpscale.engine.compat import reparametrized
 from dpscale.engine.compile.inductor import inductor
-from dpscale.engine.compile.step import Backend, CompiledSum
+from dpscale.engine.compile.step import Backend, CompiledSum, Meanwhile
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.errors import PassedBy
 from dpscale.engine.identity import Setting, code_of
@@ -136,10 +136,10 @@ class Engine:
         """Whether sums are compiled now, where they can be."""
         return self._compiled is not None if self._worth is None else self._worth.compile
 
-    def room(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor] | None:
-        """Where the last compiled step reads a batch of so many rows on CUDA, if that has room for tensors like these:
-        what is written there need not be copied again."""
-        return None if self._compiled is None else self._compiled.room(tensors, rows)
+    def put(self, tensors: Sequence[Tensor], count: int, rows: int) -> list[Tensor] | None:
+        """Put ``count`` rows where the last compiled step reads ``rows`` on CUDA, with zeros after them, if they fit:
+        then they need not be copied again."""
+        return None if self._compiled is None else self._compiled.put(tensors, count, rows)
 
     @property
     def sites(self) -> Sites:
@@ -171,7 +171,7 @@ class Engine:
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor | None = None, points: Points | None = None, *,
         keep: bool = False, change: Remember | None = None, singles: Mapping[int, Any] | None = None,
         rest: Sequence[Any] = (), rows: Features | None = None, found: Structure | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> ScaledSum:  # fmt: skip
         """As `dpscale.scaled_sum`.
 
@@ -182,7 +182,7 @@ class Engine:
             rest: other parts of the batch that these were collated with.
             rows: features of the rows, if they are known.
             found: the structure of the model as it is now, if that is known.
-            meanwhile: may be called while a GPU is at work.
+            meanwhile: may be called while a GPU is at work, with the gradients that it works on.
         """
         model, found = self.model, structure(self.model) if found is None else found
         parameters = trainable(found)

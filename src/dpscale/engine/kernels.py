@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpscale.engine.compat import example_size
+from dpscale.engine.layout import example_size
 
 try:
     import triton

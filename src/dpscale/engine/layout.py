@@ -8,6 +8,7 @@ outer = T. `Layout` names that dimension.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -55,6 +56,11 @@ class Layout:
         outer, inner = split
         rows = values_B.view(1, -1, 1).expand(outer, -1, inner).reshape(-1)
         return rows.view([-1 if d == self.dim else 1 for d in range(like.ndim)])
+
+
+def example_size(size: int) -> int:
+    """A size, or the example of one that is a symbol: for choices that are right for every size."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def candidates(shape: Sequence[int], smaller: Sequence[int], samples: int, fewer: int) -> list[Layout]:

@@ -1,4 +1,4 @@
-// Each sample's gradient of a convolution's weight, and the square of its norm: see native.py.
+// Each sample's gradient of a convolution's weight, and the square of its norm; what tells rows apart: see native.py.
 //
 // A sample's image is copied with its padding, channels last, and unfolded into patches, all of which stays in the cache.
 // A tile of T taps by V vectors of output channels is then added up in registers over all positions, squared, and written.
@@ -147,4 +147,68 @@ extern "C" void dpscale_patch_gradients(const float* x, const float* g, float* o
             squares[b] = sum;
         }
     }
+}
+
+struct Row {
+    int64_t nonzero, negative;
+    double least, greatest;
+    bool finite;
+};
+
+static Row told(const float* x, int64_t count) {
+    typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+    Row row = {0, 0, x[0], x[0], true};
+    Vec least = Vec{} + x[0], greatest = least;
+    Ints nonzero = {}, negative = {}, odd = {};
+    int64_t k = 0;
+    for (; k + WIDTH <= count; k += WIDTH) {
+        const Vec v = *(const Vec*)(x + k);
+        least = v < least ? v : least;
+        greatest = v > greatest ? v : greatest;
+        nonzero -= v != 0.0f;  // what is true is -1
+        negative -= v < 0.0f;
+        odd |= v - v != 0.0f;  // of infinity and of what is no number, the difference is none
+    }
+    for (int i = 0; i < WIDTH && k; ++i) {
+        row.nonzero += nonzero[i], row.negative += negative[i];
+        row.finite &= !odd[i];
+        row.least = least[i] < row.least ? least[i] : row.least;
+        row.greatest = greatest[i] > row.greatest ? greatest[i] : row.greatest;
+    }
+    for (; k < count; ++k) {
+        row.nonzero += x[k] != 0, row.negative += x[k] < 0;
+        row.finite &= x[k] - x[k] == 0;
+        row.least = x[k] < row.least ? x[k] : row.least;
+        row.greatest = x[k] > row.greatest ? x[k] : row.greatest;
+    }
+    return row;
+}
+
+static Row told(const int64_t* x, int64_t count) {
+    int64_t nonzero = 0, negative = 0, least = x[0], greatest = x[0];
+    for (int64_t k = 0; k < count; ++k) {
+        nonzero += x[k] != 0, negative += x[k] < 0;
+        least = x[k] < least ? x[k] : least;
+        greatest = x[k] > greatest ? x[k] : greatest;
+    }
+    return {nonzero, negative, (double)least, (double)greatest, true};
+}
+
+template <typename T>
+static int rows_told(const T* x, int64_t rows, int64_t count, double* out, int threads) {
+    int finite = 1;
+#pragma omp parallel for num_threads(threads) reduction(& : finite) if (threads > 1)
+    for (int64_t r = 0; r < rows; ++r) {
+        const Row row = told(x + r * count, count);
+        const double each[] = {(double)row.nonzero, (double)row.negative, row.least, row.greatest};
+        for (int k = 0; k < 4; ++k) out[k * rows + r] = each[k];
+        finite &= row.finite;
+    }
+    return finite;
+}
+
+// x: (rows, count), count > 0; out: (4, rows). Whether all is finite: if not, out is none.
+extern "C" int dpscale_rows(const void* x, int whole, int64_t rows, int64_t count, double* out, int threads) {
+    return whole ? rows_told((const int64_t*)x, rows, count, out, threads)
+                 : rows_told((const float*)x, rows, count, out, threads);
 }

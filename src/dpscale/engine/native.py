@@ -1,12 +1,15 @@
-"""Each sample's gradient of a convolution's weight on the CPU, by a kernel of our own where there is a compiler.
+"""Each sample's gradient of a convolution's weight on the CPU, and what tells the rows of a batch apart, by kernels of
+our own where there is a compiler.
 
 torch has a weight gradient for a whole batch. With a group for each sample it gives each sample's, at a third of the
 speed: its matrices are small, and it lays them out anew for each. `native.cpp` takes images as they lie, keeps one
 sample's patches in the cache, and squares its gradient while that is still in registers.
 
-It is compiled when it is first asked for on a machine, in half a second, into a folder of this user's that nobody else
-may write to (``$XDG_CACHE_HOME/dpscale``). Where there is no compiler, or what it makes is wrong for a small example,
-nothing is said, and torch's own convolutions are taken.
+What tells rows apart takes torch a dozen operations, and six passes over the batch.
+
+They are compiled when one is first asked for on a machine, in half a second, into a folder of this user's that nobody
+else may write to (``$XDG_CACHE_HOME/dpscale``). Where there is no compiler, or what it makes is wrong for a small
+example, nothing is said, and torch's own operations are taken.
 """
 
 import ctypes
@@ -25,8 +28,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from dpscale.engine.compat import operation
 from dpscale.files import replacing
 
 log = logging.getLogger("dpscale")
@@ -41,7 +46,7 @@ PATIENCE = 60.0
 """Seconds to wait for the compiler at most."""
 
 ALONE = 1 << 20
-"""Multiplications that one thread has done before others have begun."""
+"""Multiplications, or numbers looked at, that one thread has done before others have begun."""
 
 _lock = threading.Lock()
 
@@ -50,6 +55,23 @@ def available() -> bool:
     """Whether the kernel can be had on this machine. The first time it is compiled for that."""
     with _lock:
         return _library() is not None
+
+
+def rows(t_BN: Tensor) -> NDArray[np.float64] | None:
+    """Of each row how many numbers are not zero and how many are negative, the least and the greatest, (4, B).
+
+    None where that is left to torch: one is not finite, or they are no float32 or int64 in one stretch on the CPU.
+    """
+    takes = t_BN.dtype in (torch.float32, torch.int64) and t_BN.device.type == "cpu" and t_BN.is_contiguous()
+    if not takes or not t_BN.numel() or not available():
+        return None
+    return _rows(_library(), t_BN.data_ptr(), t_BN.dtype == torch.int64, *t_BN.shape)
+
+
+def _rows(library: Any, place: int, whole: bool, count: int, numbers: int) -> NDArray[np.float64] | None:
+    found = np.empty((4, count))
+    threads = torch.get_num_threads() if count * numbers > ALONE else 1
+    return found if library.dpscale_rows(place, whole, count, numbers, found.ctypes.data, threads) else None
 
 
 def patch_gradients(
@@ -67,8 +89,6 @@ def patch_gradients(
     return made
 
 
-# An operation that takes its arguments as they lie: the compiler need not lay them out anew.
-@torch.library.custom_op("dpscale::patch_gradients", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def _patch_gradients(
     x: Tensor, g: Tensor, images: int, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int],
@@ -86,10 +106,16 @@ def _patch_gradients(
     return out, squares
 
 
-@_patch_gradients.register_fake
-def _(x: Tensor, g: Tensor, images: int, kernel: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
+def _shaped(x: Tensor, g: Tensor, images: int, kernel: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
     samples = x.shape[0] // images
     return x.new_empty(samples, *kernel, x.shape[1], g.shape[1]), x.new_empty(samples)
+
+
+# It takes its arguments as they lie: the compiler need not lay them out anew.
+operation(
+    "patch_gradients(Tensor x, Tensor g, SymInt images, SymInt[] kernel, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation) -> (Tensor, Tensor)", _patch_gradients, _shaped, torch.Tag.flexible_layout,
+)  # fmt: skip
 
 
 @cache
@@ -102,7 +128,9 @@ def _library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(_compiled(compiler)))
         function = library.dpscale_patch_gradients
         function.argtypes, function.restype = [ctypes.c_void_p] * 4 + [ctypes.c_void_p, ctypes.c_int], None
-        if not _right(library):
+        each = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+        library.dpscale_rows.argtypes = each
+        if not (_right(library) and _right_of_rows(library)):
             raise RuntimeError("what it makes of an example is wrong")
         return library
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
@@ -155,3 +183,18 @@ def _right(library: ctypes.CDLL) -> bool:
     right = np.einsum("bcrsij,bors->bijco", windows, g)
     norms = np.square(right).sum((1, 2, 3, 4))
     return np.allclose(made, right, rtol=1e-4, atol=1e-4) and np.allclose(squares, norms, rtol=1e-4)
+
+
+def _right_of_rows(library: ctypes.CDLL) -> bool:
+    """The same of what tells rows apart, also where one of the last numbers is not finite."""
+    x = np.sin(np.arange(3 * 37)).reshape(3, 37).round(1)
+    expected = [(x != 0).sum(1), (x < 0).sum(1), x.min(1), x.max(1)]
+    for each in (x.astype(np.float32), (10 * x).round().astype(np.int64)):
+        scale = [1, 1, 1, 1] if each.dtype == np.float32 else [1, 1, 10, 10]
+        found = _rows(library, each.ctypes.data, each.dtype == np.int64, *each.shape)
+        if found is None or not np.allclose(found, [a * k for a, k in zip(expected, scale, strict=True)]):
+            return False
+    bad = [np.full((1, 37), 1, np.float32) for _ in range(4)]
+    for each, (place, value) in zip(bad, [(0, np.nan), (20, np.inf), (36, -np.inf), (36, np.nan)], strict=True):
+        each[0, place] = value
+    return all(_rows(library, each.ctypes.data, False, *each.shape) is None for each in bad)

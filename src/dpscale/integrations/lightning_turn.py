@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpscale.batches import Batch, device_of
+from dpscale.batches import Batch
+from dpscale.engine.arguments import device_of
 from dpscale.integrations.lightning_parts import Unseen, per_sample, say_dropped
 from dpscale.packing import packed
 from dpscale.training import Private

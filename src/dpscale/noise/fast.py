@@ -6,6 +6,7 @@ but they are not proven against somebody who sees many outputs. `secure` has one
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ CHUNK = 1 << 24
 """How many numbers of noise to hold at once."""
 
 
+Draw = Callable[[Tensor], object]
+"""Draws the next numbers of a stream into a tensor."""
+
+
 class Noise:
     """The noise of a run: a fresh stream for every step. The room that it is drawn into is kept between steps."""
 
@@ -27,6 +32,7 @@ class Noise:
     def __init__(self, key: Key) -> None:
         self.key = key
         self._rooms: dict[torch.device, _Room] = {}
+        self._ahead: dict[torch.device, tuple[Any, Draw]] = {}  # for what the first numbers are there, and the rest
 
     def sampling(self) -> np.random.Generator:
         """What the draws of the run come from."""
@@ -54,23 +60,52 @@ class Noise:
         """
         if std == 0:
             return
-        tensors = real_parts(sums)
-        devices = [t.device for t in tensors]
         label = f"noise/{step}" if shard is None else f"noise/{step}/shard {shard}"
-        met: Counter[str] = Counter()
-        for device in dict.fromkeys(devices):
-            # By its type and its turn: the same part of a model is on cuda:0 here and on cuda:1 in another process.
-            place = f"{device.type}:{met[device.type]}" if met[device.type] else device.type
-            met[device.type] += 1
-            draw = _standard_normal(self.key, f"{label}/{place}", device)
-            if device not in self._rooms:
-                self._rooms[device] = _Room(device)
+        for device, place, there in _by_device(sums, label):
+            known, draw = self._ahead.pop(device, (None, None))  # used once, or never
+            if draw is None or known != self._what(place, there):
+                known, draw = None, _standard_normal(self.key, place, device)
             # One draw and one fused addition for many tensors: hundreds of small ones cost more to launch than to do.
-            there = [t for t, its in zip(tensors, devices, strict=True) if its == device]
             for k, pieces in enumerate(_chunks(there)):
-                numbers, noise = self._rooms[device].like(k, pieces)
-                draw(numbers)
+                numbers, noise = self._room(device).like(k, pieces)
+                if k or known is None:
+                    draw(numbers)
                 foreach_add_(pieces, noise, alpha=std)
+
+    def prepare(self, sums: Mapping[str, Tensor], std: float, step: int) -> None:
+        """Draw ahead of time what `add` will add to such sums at this step: the same numbers, or the first of them.
+
+        What is not added at that step to sums of those shapes is never added.
+        """
+        for device, place, there in _by_device(sums, f"noise/{step}") if std else ():
+            what = self._what(place, there)
+            if device not in self._ahead or self._ahead[device][0] != what:
+                self._ahead.pop(device, None)  # where they are drawn, others lie from here on
+                draw = _standard_normal(self.key, place, device)
+                draw(self._room(device).like(0, next(_chunks(there)))[0])
+                self._ahead[device] = what, draw
+
+    def _what(self, place: str, tensors: Sequence[Tensor]) -> Any:
+        """What numbers are for."""
+        return self.key.derive(place), [t.shape for t in tensors]
+
+    def _room(self, device: torch.device) -> "_Room":
+        if device not in self._rooms:
+            self._rooms[device] = _Room(device)
+        return self._rooms[device]
+
+
+def _by_device(sums: Mapping[str, Tensor], label: str) -> Iterator[tuple[torch.device, str, list[Tensor]]]:
+    """(A device, the label of its noise, the tensors there.)"""
+    tensors = real_parts(sums)
+    devices = [t.device for t in tensors]
+    met: Counter[str] = Counter()
+    for device in (kinds := dict.fromkeys(devices)):
+        # By its type and its turn: the same part of a model is on cuda:0 here and on cuda:1 in another process.
+        place = f"{device.type}:{met[device.type]}" if met[device.type] else device.type
+        met[device.type] += 1
+        there = [t for t, its in zip(tensors, devices, strict=True) if its == device] if len(kinds) > 1 else tensors
+        yield device, f"{label}/{place}", there
 
 
 def real_parts(sums: Mapping[str, Tensor]) -> list[Tensor]:
@@ -119,7 +154,7 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield held
 
 
-def _standard_normal(key: Key, label: str, device: torch.device) -> Callable[[Tensor], object]:
+def _standard_normal(key: Key, label: str, device: torch.device) -> Draw:
     """A stream of float32 numbers, drawn into a tensor. On an accelerator its own generator draws them, keyed by 64
     bits and, on CUDA, started at one of 2⁶⁰ places of its counter."""
     if device.type == "cpu":

@@ -71,6 +71,9 @@ class SecureNoise:
                 _add_to_all(group, key, position, std)
                 position += sum(t.numel() for t in group)
 
+    def prepare(self, sums: Mapping[str, Tensor], std: float, step: int) -> None:
+        """As `Noise.prepare`: nothing, for its numbers are made as they are added."""
+
     def _secret(self, label: str) -> bytes:
         return self.key.derive(f"secure/{label}").to_bytes(32, "big")
 

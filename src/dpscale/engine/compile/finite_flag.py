@@ -14,6 +14,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from dpscale.engine.compat import operation
+
 _PENDING = 2
 _PATIENCE = 1000
 """After so many looks in vain, see whether the device is at work at all."""
@@ -77,7 +79,6 @@ class FiniteFlag:
             torch.cuda.synchronize(self._device)
 
 
-@torch.library.custom_op("dpscale::publish", mutates_args=())
 def _publish(weights: Tensor, all_finite: Tensor) -> Tensor:
     host = _listener.get()
     if host is not None:
@@ -85,6 +86,8 @@ def _publish(weights: Tensor, all_finite: Tensor) -> Tensor:
     return weights.clone()
 
 
-@_publish.register_fake
-def _(weights: Tensor, all_finite: Tensor) -> Tensor:
-    return torch.empty_like(weights)
+operation(
+    "publish(Tensor weights, Tensor all_finite) -> Tensor",
+    _publish,
+    lambda weights, all_finite: weights.new_empty(weights.shape),
+)

@@ -24,8 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpscale.engine import native
 from dpscale.engine.arguments import Points, leaves_of
-from dpscale.engine.combine import evaluate, exactly, gradients, weigh
+from dpscale.engine.combine import Evaluated, evaluate, exactly, gradients, weigh
 from dpscale.engine.compat import (
+    foreach_copy_,
+    foreach_zero_,
     holds_for,
     trace_any_size,
     trace_on_fakes,
@@ -52,12 +54,15 @@ _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend
 MOST = 12
 """Steps that are compiled for one run; each takes up to a minute, and on CUDA the memory of a step."""
 
-Evaluate = Callable[[Points, Any, Tensor], Any]
-"""(points, batch, mask) -> (tapes, gradients at their edges, losses)."""
+Evaluate = Callable[[Points, Any, Tensor], Evaluated]
+"""From points, a batch and its mask to what a forward and a backward give."""
 
 
 Run = Callable[[Any], Tensor]
 """From a batch to its losses."""
+
+Meanwhile = Callable[[Mapping[str, Tensor]], None]
+"""Something to do while a GPU is at work on gradients, by name: their shapes are known, and no more."""
 
 Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """From a traced graph and example inputs to something that runs it."""
@@ -81,11 +86,26 @@ def traced(
             return trace_on_fakes(step, inputs, CHEAPER)
 
     try:
-        return trace(last)
+        graph = trace(last)
     except UnsupportedModel:
         raise
     except (RuntimeError, ValueError):  # a model that counts on contiguous images, with `view` as a rule
-        return trace(False)
+        graph = trace(False)
+    # Tensors that are no inputs (buffers, frozen parameters) are held by reference: as buffers of the graph they
+    # follow whoever updates them in place.
+    for name, t in [(n, t) for n, t in vars(graph).items() if isinstance(t, Tensor)]:
+        delattr(graph, name)
+        graph.register_buffer(name, t)
+    return graph
+
+
+def _answer(evaluated: Evaluated, rule: Scaling, mask: Tensor, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """What a step computes from a forward and a backward: the sums by name; (3, B) norms, weights and losses."""
+    tapes, grads, losses = evaluated
+    with exactly(mask.device):
+        out, _ = weigh(gradients(tapes, grads), rule, mask, parameters, losses, publish=publish)
+    of_samples = torch.promote_types(out.norms.dtype, losses.dtype)
+    return *out.grads.values(), torch.stack([t.to(of_samples) for t in (out.norms, out.weights, losses)])
 
 
 class Compiled:
@@ -123,7 +143,7 @@ class Compiled:
         self._last = [1.0] * len(points)
         lifted = constants_of(rule)
         self._constants = torch.tensor(list(lifted.values()), dtype=torch.float64, device=mask.device)
-        leaves, self._spec = tree_flatten(batch)
+        leaves, spec = tree_flatten(batch)
         self._tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def step(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -132,39 +152,32 @@ class Compiled:
             coefficients, constants, *data, mask = inputs[len(self._points) * count :]
             formula = _with(rule, dict(zip(lifted, constants.unbind(), strict=True)))
             put = dict(zip(self._tensors, data, strict=True))
-            whole = tree_unflatten([put.get(k, leaf) for k, leaf in enumerate(leaves)], self._spec)
-            tapes, grads, losses = evaluate(list(zip(coefficients.unbind(), values, strict=True)), whole, mask)
-            with exactly(mask.device):
-                out, _ = weigh(gradients(tapes, grads), formula, mask, parameters, losses, publish=publish)
-            of_samples = torch.promote_types(out.norms.dtype, losses.dtype)
-            told = torch.stack([t.to(of_samples) for t in (out.norms, out.weights, losses)])
-            return *out.grads.values(), told
+            whole = tree_unflatten([put.get(k, leaf) for k, leaf in enumerate(leaves)], spec)
+            evaluated = evaluate(list(zip(coefficients.unbind(), values, strict=True)), whole, mask)
+            return _answer(evaluated, formula, mask, parameters)
 
         self._flag = FiniteFlag(mask.device)
         data = [leaves[k] for k in self._tensors]
         self._strides = [t.new_empty(t.shape).stride() if any_size else t.stride() for t in data]
         self._storage, self._seen = self._places(), -1  # number of the structure that was last found to hold them
-        inputs = [*self._values(), *data, mask]
+        values = [*[w.detach() for w in self._weights()], self._coefficients, self._constants]
+        inputs = [*values, *data, mask]
         batched = range(len(inputs) - len(data) - 1, len(inputs) if any_size else 0)
         with phase("tracing"), sdpa_kernel(_ATTENTION):
             # As CUDA's kernels want images, and our own on the CPU.
             ours = any(p.ndim == 4 for p in parameters.values()) and native.available()
             last = mask.is_cuda or (None if ours else False)
             graph = traced(step, inputs, last, batched, any_size)
-        # Tensors that are no inputs (buffers, frozen parameters) are held by reference: as buffers of the graph they
-        # follow whoever updates them in place.
-        for name, t in [(n, t) for n, t in vars(graph).items() if isinstance(t, Tensor)]:
-            delattr(graph, name)
-            graph.register_buffer(name, t)
         data = self._laid_out(data)
         with phase("compiling"), torch.no_grad():
-            self._run = backend(graph, [*self._values(), *data, mask])
-            self._run(*self._values(), *data, mask)
+            self._run = backend(graph, [*values, *data, mask])
+            self._run(*values, *data, mask)
         self._open = graph if any_size else None
         self._in_place = any(_writes(node) for node in graph.graph.nodes)
         self._takes = {len(mask): not any_size or holds_for(graph, len(mask))}
         self._replays: dict[int, Callable[[list[Tensor]], Any]] = {}
         self._buffers: list[Tensor] = []  # of the graphs' inputs, for the largest batch
+        self._filled = 0  # rows of them that are not zero, but for the mask
         self._pool = torch.cuda.graph_pool_handle() if mask.is_cuda else None
 
     def takes(self, rows: int) -> bool:
@@ -185,18 +198,25 @@ class Compiled:
         data = [leaves[k] for k in self._tensors]
         run = self._replayed([*data, mask]) if mask.is_cuda else self._launched
         self._flag.expect()
-        with torch.no_grad(), self._flag.listening():
+        with torch.no_grad():
             return list(run([*data, mask]))
 
-    def room(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor] | None:
-        """Where it reads the first ``rows`` rows of a batch on CUDA, if that has room for tensors like these.
+    def put(self, tensors: Sequence[Tensor], count: int, rows: int) -> list[Tensor] | None:
+        """Put ``count`` rows where ``rows`` are read on CUDA, with zeros after them: there. None if they do not fit.
 
         Not of a forward that writes: what it reads must be there still if the eager path is asked for the same batch.
         """
-        room = [] if self._in_place else [buffer[:rows] for buffer in self._buffers[:-1]]
-        alike = [t.dtype == r.dtype and t.device == r.device and t.shape[1:] == r.shape[1:] and len(r) == rows
-                 for t, r in zip(tensors, room, strict=False)]  # fmt: skip
-        return room if len(room) == len(tensors) == len(self._tensors) and all(alike) else None
+        places = self._buffers[:-1]
+        alike = [t.dtype == p.dtype and t.device == p.device and t.shape == (count, *p.shape[1:]) and rows <= len(p)
+                 for t, p in zip(tensors, places, strict=False)]  # fmt: skip
+        if self._in_place or not len(places) == len(tensors) == len(self._tensors) or not all(alike):
+            return None
+        with torch.no_grad():
+            foreach_copy_([place[:count] for place in places], list(tensors), non_blocking=True)
+            if count < self._filled:  # what a larger draw has left there
+                foreach_zero_([place[count : self._filled] for place in places])
+        self._filled = count
+        return [place[:rows] for place in places]
 
     def all_finite(self) -> bool:
         """Whether all norms of the last batch are finite, the masked ones too: if not, its answer is none. Waits."""
@@ -213,19 +233,19 @@ class Compiled:
         return self._places() != self._storage
 
     def _places(self) -> list[int]:
-        weights = [w[n] for w in self._points for n in self.names]
-        return [t.data_ptr() for t in (*weights, *self._held)]
+        return [*map(Tensor.data_ptr, (*self._weights(), *self._held))]
 
-    def _values(self) -> list[Tensor]:
-        weights = [w[n].detach() for w in self._points for n in self.names]
-        return [*weights, self._coefficients, self._constants]
+    def _weights(self) -> list[Tensor]:
+        return [w[n] for w in self._points for n in self.names]
 
     def _laid_out(self, data: list[Tensor]) -> list[Tensor]:
         """The batch as the compiled step takes it."""
         return [t if t.stride() == s else _strided(t, s) for t, s in zip(data, self._strides, strict=True)]
 
     def _launched(self, batch: list[Tensor]) -> Any:
-        return self._run(*self._values(), *self._laid_out(batch[:-1]), batch[-1])
+        inputs = *self._weights(), self._coefficients, self._constants, *self._laid_out(batch[:-1]), batch[-1]
+        with self._flag.listening():
+            return self._run(*inputs)
 
     def _replayed(self, batch: list[Tensor]) -> Callable[[list[Tensor]], Any]:
         """What replays the step at the size of this batch; recorded when the size is met first."""
@@ -247,9 +267,9 @@ class Compiled:
         """
         rows = len(batch[-1])
         if not self._buffers or rows > len(self._buffers[-1]):
-            self._buffers = [t.clone() for t in (*self._laid_out(batch[:-1]), batch[-1])]
+            self._buffers, self._filled = [t.clone() for t in (*self._laid_out(batch[:-1]), batch[-1])], rows
         static = [buffer[:rows] for buffer in self._buffers]
-        inputs = [*self._values(), *static]
+        inputs = [*self._weights(), self._coefficients, self._constants, *static]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -269,11 +289,12 @@ class Compiled:
         answers = [weak_view(t) for t in outputs]
 
         def replay(batch: list[Tensor]) -> Any:
-            with torch.cuda.device(batch[-1].device):
-                for buffer, t in zip(static, batch, strict=True):
-                    if t.data_ptr() != buffer.data_ptr():  # or it was put into its room already
-                        buffer.copy_(t, non_blocking=True)
-                graph.replay()
+            away = [k for k, t in enumerate(batch) if t.data_ptr() != static[k].data_ptr()]  # others were put there
+            for k in away:
+                static[k].copy_(batch[k], non_blocking=True)
+            if len(away) > 1:  # data, not the mask alone
+                self._filled = max(self._filled, rows)
+            graph.replay()  # on its own device
             return answers
 
         return replay
@@ -367,7 +388,7 @@ class CompiledSum:
 
     def __call__(
         self, setting: Setting, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites,
-        *, keep: bool = False, meanwhile: Callable[[], None] | None = None,
+        *, keep: bool = False, meanwhile: Meanwhile | None = None,
     ) -> ScaledSum | None:  # fmt: skip
         """As `dpscale.scaled_sum`; None where the eager path must be asked.
 
@@ -378,28 +399,26 @@ class CompiledSum:
                 Points that do not count yet have the coefficient 0.
             sites: where the samples are.
             keep: copy the gradients. Without it they may be buffers that the next call overwrites.
-            meanwhile: called while a GPU is at work.
+            meanwhile: called while a GPU is at work, with the gradients that it works on.
         """
-        with cold_start():
-            compiled = self._compiled(setting, run, batch, rule, mask, points, sites)
-        self._last = compiled
+        compiled = self._last = self._compiled(setting, run, batch, rule, mask, points, sites)
         if compiled is None:
             return None
         outputs = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]])
         *sums, told = outputs
         grads = {n: g.clone() if keep else g for n, g in zip(compiled.names, sums, strict=True)}
-        norms, weights, losses = told.clone().unbind()
+        norms, weights, losses = (told.clone() if told.is_cuda else told).unbind()
         if meanwhile is not None and mask.is_cuda:
-            meanwhile()
+            meanwhile(grads)
         if not compiled.all_finite():  # a rare sample needs the second look
             return None
         # All are finite, so none was ignored: said on the CPU, where it can be read without waiting.
         none = torch.zeros((), dtype=torch.int64, device="cpu")
         return ScaledSum(grads, norms, weights, losses, none, rule.bound)
 
-    def room(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor] | None:
-        """Where the step that was taken last reads a batch of so many rows, if that has room for tensors like these."""
-        return None if self._last is None else self._last.room(tensors, rows)
+    def put(self, tensors: Sequence[Tensor], count: int, rows: int) -> list[Tensor] | None:
+        """Put ``count`` rows where the step that was taken last reads ``rows``, with zeros after them, if they fit."""
+        return None if self._last is None else self._last.put(tensors, count, rows)
 
     def _compiled(
         self, setting: Setting, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites
@@ -452,7 +471,7 @@ class CompiledSum:
 
         weights = [w for _, w in points] if points else [parameters]
         try:
-            with untouched(model):
+            with untouched(model), cold_start():
                 return Compiled(
                     parameters, weights, found.constants, at, rule, batch, mask, self._backend, any_size, self._most
                 )

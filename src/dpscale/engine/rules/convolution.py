@@ -14,6 +14,7 @@ C/groups · ∏kernel.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscale.engine import kernels, native
-from dpscale.engine.compat import FakeTensor, example_size
-from dpscale.engine.rules.base import Call, Rule
+from dpscale.engine.compat import FakeTensor
+from dpscale.engine.layout import example_size
 from dpscale.engine.rules.forms import (
+    Call,
     Dense,
     Form,
+    Rule,
     Stack,
     as_multiplied,
     chunks,
@@ -102,14 +105,14 @@ class Patches(Form):
             pixels = self._pixel_cost if self._grouped else pixels
         return kept, patches, pixels
 
-    @property
+    @cached_property
     def _fast(self) -> bool:
         """Whether CUDA kernels take the operands as they are: one image per sample, one group, at most two dims."""
         whole = self.x.shape[1] == self.groups == 1 and len(self.stride) <= 2
         long = math.prod(self.g.shape[3:]) >= kernels.SHORT
         return type(self) is Patches and whole and long and kernels.available(self.x, self.g)
 
-    @property
+    @cached_property
     def _grouped(self) -> bool:
         """Whether the CPU has convolutions of many groups that are worth it, and they take the operands as they are."""
         sizes = zip(self.x.shape[3:], self.padding, self.dilation, self.weight_shape[2:], self.stride, strict=True)

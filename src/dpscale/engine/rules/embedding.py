@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from dpscale.engine.errors import UnsupportedModel
-from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Change, Form, side_by_side, slack, wide
+from dpscale.engine.rules.forms import Call, Change, Form, Rule, side_by_side, slack, wide
 from dpscale.engine.rules.linear import Outer
 
 SUM, MEAN, MAX = 0, 1, 2

@@ -16,10 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpscale.engine import kernels
-from dpscale.engine.compat import example_size
+from dpscale.engine.layout import example_size
 from dpscale.engine.rules.arithmetic import reduced
-from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Dense, Form, as_multiplied, chunks, same, side_by_side, size, slack, wide
+from dpscale.engine.rules.forms import (
+    Call,
+    Dense,
+    Form,
+    Rule,
+    as_multiplied,
+    chunks,
+    same,
+    side_by_side,
+    size,
+    slack,
+    wide,
+)
 
 CHUNK = 1 << 26
 """How many numbers of instantiated per-sample gradients to hold at once."""

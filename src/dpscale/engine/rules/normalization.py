@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpscale.engine.rules.base import Call, Rule
-from dpscale.engine.rules.forms import Dense, Form, wide
+from dpscale.engine.rules.forms import Call, Dense, Form, Rule, wide
 
 
 class Normalization(Rule):

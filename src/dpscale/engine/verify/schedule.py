@@ -71,7 +71,7 @@ class Schedule:
         now = time.perf_counter()
         if self._started is None:
             self._started = now
-        novelty = self._novelty.setdefault(shapes, Novelty())
+        novelty = self._novelty.get(shapes) or self._novelty.setdefault(shapes, Novelty())
         nothing: tuple[Sequence[int], bool] = [], False
         new, far = nothing if rows is None else novelty.new(rows)
         reasons = {
@@ -129,6 +129,9 @@ class Schedule:
         return now - when >= 2 * seconds / SHARE
 
 
+_NONE = np.zeros(0, dtype=np.int64)
+
+
 class Novelty:
     """What rows have been like so far, and which are like none of them."""
 
@@ -146,8 +149,8 @@ class Novelty:
             return np.arange(len(rows)), True
         (low, high), (least, most) = self._range, self._usual
         strange = (rows.T[self._few, None] != self._table).all(1).any(0)
-        if (rows.min(0) >= least).all() and (rows.max(0) <= most).all() and not strange.any():  # as nearly always
-            return np.zeros(0, dtype=np.int64), False
+        if not strange.any() and (rows >= least).all() and (rows <= most).all():  # as nearly always
+            return _NONE, False
         beyond = ((rows < least) | (rows > most)).any(1)
         out = np.maximum(low - rows, rows - high).clip(0) / np.maximum(high - low, 1e-9 * np.abs(high) + 1e-200)
         new = np.flatnonzero(strange | beyond)
