@@ -68,8 +68,8 @@ GOES_ON = "What is finished is recorded; the same command goes on."
         ("compare digits", "compare.compare", GOES_ON),
         ("reproduce table2", "paper.experiments", GOES_ON),
         ("features cifar10 --encoder resnet50-imagenet", "data.load", "Nothing half-done was left behind; the same"),
-        ("data get mnist", "datasets.obtaining.get", "the same command begins again, a download where it stopped."),
-        ("data import mnist .", "datasets.obtaining.take", "No half-done data set was left behind; the same command"),
+        ("data get mnist", "datasets.stored.get", "the same command begins again, a download where it stopped."),
+        ("data import mnist .", "datasets.stored.take", "No half-done data set was left behind; the same command"),
     ],
 )
 def test_an_interrupt_promises_what_there_is(monkeypatch, tmp_path, command, place, told):
@@ -415,9 +415,9 @@ def test_a_missing_data_set_names_the_command_that_gets_it(tmp_path, idle, monke
     line = refuse("features", "cifar10", "--encoder", "resnet50-imagenet", "--data", tmp_path / "none")
     assert f"Run 'dpscale data get cifar10 --data {tmp_path / 'none'}'" in line and not list(tmp_path.iterdir())
     (tmp_path / "mnist").mkdir()
-    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").touch()
+    (tmp_path / "mnist" / "train-images.npy").touch()
     line = refuse("reproduce", "table2", "--presets", "digits,mnist", "--data", tmp_path, "--out", tmp_path / "out")
-    assert f"The file {tmp_path / 'mnist' / 'train-images-idx3-ubyte'} is missing. Run 'dpscale data get mnist" in line
+    assert f"The file {tmp_path / 'mnist' / 'manifest.json'} is missing, or not of mnist" in line
 
 
 # -- as a process ----------------------------------------------------------------------------------------------

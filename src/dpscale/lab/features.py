@@ -27,8 +27,7 @@ from dpscale.files import clear, replacing
 from dpscale.lab import encoders
 from dpscale.lab.data import Data
 from dpscale.lab.datasets.disk import OnProgress, Progress, checksum, data_folder, ignore, locked
-from dpscale.lab.datasets.download import DownloadError
-from dpscale.lab.datasets.registries import npm_package
+from dpscale.lab.datasets.fetching import DownloadError, npm_package
 from dpscale.lab.provenance import installed_versions
 from dpscale.provenance import source_commit
 
