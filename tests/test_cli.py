@@ -213,7 +213,9 @@ def test_compare_prints_json_alone_and_writes_records_and_report(compared):
     assert all(len(row["seeds"]) == 2 and row["half_width"] >= 0 for row in told["rows"])
     assert all(row["epsilon"] == pytest.approx(3, rel=1e-3) for row in told["rows"])
     assert told["verdict"] and told["seconds"] > 0
-    assert len(records.load(out)) == 4 and (out / "report.html").is_file()
+    assert len(records.load(out)) == 5 and (out / "report.html").is_file()
+    assert [r.method for r in records.load(out) if r.repeat] == ["dp-sgd"]  # one of them once more
+    assert "One and the same run, made 2 times, differs by" in told["verdict"]
     assert {p.suffix or p.name for p in out.iterdir()} == {".json", ".html"}
 
 
@@ -238,15 +240,15 @@ def test_a_dry_run_says_what_is_left_and_runs_nothing(compared, tmp_path, idle):
     told = told_by(*COMPARED, "--dry-run", "--seeds", "5", "--out", compared[0])
     assert told["runs"] == 6 and told["minutes"] > 0  # two seeds of each are there, and tell how long one takes
     fresh = run(*COMPARED, "--dry-run", "--seeds", "0,7", "--out", tmp_path / "new").stdout  # a few steps are timed
-    (minutes,) = re.fullmatch(r"digits +4 runs left, about ([\d.e-]+) minutes\n", fresh).groups()
+    (minutes,) = re.fullmatch(r"digits +5 runs left, about ([\d.e-]+) minutes\n", fresh).groups()
     assert float(minutes) > 0 and not (tmp_path / "new").exists()
     whole = told_by("reproduce", "table2", "--presets", "digits", "--dry-run", "--out", tmp_path)
-    assert whole["runs"] == 8 * 5 + 6 * (5 + 3 * 2) and whole["plan"][0]["preset"] == "digits"
+    assert whole["runs"] == 8 * 5 + 6 * (5 + 3 * 2) + 1 and whole["plan"][0]["preset"] == "digits"
 
 
 def test_a_budget_that_is_over_leaves_all_runs(tmp_path):
     told = run(*COMPARED, "--out", tmp_path, "--budget-minutes", "0", code=1)
-    assert "10 runs are left: the budget is spent. The same command goes on with them." in told.stderr
+    assert "11 runs are left: the budget is spent. The same command goes on with them." in told.stderr
 
 
 def test_report_is_made_anew_packs_records_and_writes_tables(compared, tmp_path):
@@ -312,7 +314,7 @@ def test_a_spent_budget_is_told_and_the_same_command_goes_on_and_draws(tmp_path)
     out, words = tmp_path / "paper", ("--presets", "digits", "--methods", "dp-sgd,dp-psasc", "--seeds", "1")
     words = (*words, "--epochs", "1", *TINY[-2:], "search_seeds=1", "widen=0", "grid=[1.2,2.5]", "--out", out)
     result = run("reproduce", "table2", *words, "--budget-minutes", "0")
-    assert "6 runs are left: the budget is spent" in result.stdout and "Report:" not in result.stdout
+    assert "7 runs are left: the budget is spent" in result.stdout and "Report:" not in result.stdout
     assert not list(out.rglob("*.json"))
     told = told_by("reproduce", "table2", *words)
     assert told["left"] == 0 and [row["method"] for row in told["experiments"][0]["rows"]] == ["dp-sgd", "dp-psasc"]

@@ -35,7 +35,14 @@ Seeds = Annotated[
 Budget = Annotated[
     float | None, typer.Option(min=0, help="Begin no run that would not end within so many minutes. Resumes later.")
 ]
-Repeats = Annotated[int, typer.Option(min=0, help="Run one of them so many times more: the noise of the machine.")]
+Repeats = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Run one of them so many times more, for the noise of the machine; default: once, and "
+        "with a ledger, or where nothing is compared, never.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say how many runs are left and how long they take; run none.")]
 PresetList = Annotated[str | None, typer.Option("--presets", help="Comma-separated names; default: the paper's five.")]
 PaperOut = Annotated[Path, typer.Option(help="Folder of records, tables and report.")]
@@ -171,7 +178,7 @@ def tune(
 
 def compare(
     preset: Preset, values: Values = None, methods: Methods = None, seeds: Seeds = None, out: Out = None,
-    ledger: LedgerFile = None, budget_minutes: Budget = None, repeats: Repeats = 0, workers: Workers = None,
+    ledger: LedgerFile = None, budget_minutes: Budget = None, repeats: Repeats = None, workers: Workers = None,
     dry_run: DryRun = False, as_json: Json = False, data: Folder = None, device: Device = None,
 ) -> None:  # fmt: skip
     """Compare methods over seeds, print a table, and write records and report.html. Resumes where it left off.
@@ -187,7 +194,8 @@ def compare(
     folder, numbers = out or Path("runs") / config.preset, _seeds(seeds) or list(range(5))
     options.require_writable(folder)
     asked = [(config, presets.methods(methods, config), numbers, folder)]
-    (one,) = _run(asked, folder, ledger, budget_minutes, repeats, workers, dry_run, as_json)
+    again = (ledger is None) if repeats is None else repeats
+    (one,) = _run(asked, folder, ledger, budget_minutes, again, workers, dry_run, as_json)
     if not one.records:
         typer.echo(_LEFT.format(one.left), err=True)
         raise typer.Exit(1)
@@ -290,7 +298,7 @@ def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None,
 
     def run(
         values: Values = None, presets_: PresetList = None, methods: Methods = methods_, seeds: Seeds = seeds_,
-        out: PaperOut = Path(folder), budget_minutes: Budget = None, repeats: Repeats = 0, data: Folder = None,
+        out: PaperOut = Path(folder), budget_minutes: Budget = None, repeats: Repeats = None, data: Folder = None,
         device: Device = None, workers: Workers = None, dry_run: DryRun = False, as_json: Json = False,
     ) -> None:  # fmt: skip
         options.require_writable(out)
@@ -303,7 +311,8 @@ def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None,
         shown = [one for one in configs if name == "all" and one.preset in paper.SIZES]
         if shown and not as_json and not dry_run:
             terminal.write(terminal.settings(paper.settings(shown)))
-        found = _run(asked, out, None, budget_minutes, repeats, workers, dry_run, as_json)
+        again = (name != "figures") if repeats is None else repeats
+        found = _run(asked, out, None, budget_minutes, again, workers, dry_run, as_json)
         path = report.write_all(out, paper.with_others(found, out)) if any(one.records for one in found) else None
         for one in (one for one in found if one.records and own):  # diagnostics are recorded, for pictures
             figures.write(out / one.preset / "figures", figures.pictures(one.records))

@@ -104,7 +104,7 @@ class Config(Settings):
     grid: Annotated[tuple[Factor, ...], Field(min_length=1), Distinct]  # normalized rates to try
     held_out: Share  # fraction of the training data that the search measures on
     search_epochs: Count | None = None  # a try ends after so many epochs, with the noise of the whole run
-    widen: Annotated[int, Field(ge=0)] = 3  # so often the grid grows where the best rate is at its end
+    widen: Annotated[int, Field(ge=0)] = 8  # so often the grid grows, at most, until no best rate is at its end
     search_seeds: Count = 3  # of the best tries of a method, each with a held-out part of its own
     train_size: Count | None = None  # take only the first so many training samples
     normalize: tuple[float, float] = (0.0, 1.0)  # (a, b): a pixel x in [0, 1] becomes (x - a)/b. Published constants
