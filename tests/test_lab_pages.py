@@ -67,7 +67,7 @@ def test_each_baseline_has_a_panel_with_the_same_axes(found):
 
 
 def test_a_panel_loses_no_step(found):
-    figure = figures.gradient_similarity(found, "dp-sgd")
+    figure = figures.similarity(found, "dp-sgd").figure
     shares = [patch.get_data() for patch in figure.axes[0].patches]
     assert len(shares) == 4  # a filled and a plain one for either method
     for values, edges, _ in shares:
@@ -79,7 +79,7 @@ def test_cosines_below_a_panel_stay_apart(found, half):
     counts = {"steps": 3, "mean": 0.0, "bin_width": 0.001, "cosine": [-half, 0.0, half], "counts": [1, 1, 1]}
     chosen = [r for r in found if r.diagnostics and r.diagnostics["similarity"]]
     chosen = [r.replace(diagnostics={**r.diagnostics, "similarity": counts}) for r in chosen]
-    figure = figures.gradient_similarity(chosen, "dp-sgd")
+    figure = figures.similarity(chosen, "dp-sgd").figure
     figures.png(figure)  # which places the labels
     places = [label.get_window_extent() for label in figure.axes[0].get_xticklabels() if label.get_text()]
     assert len(places) > 2
@@ -87,7 +87,7 @@ def test_cosines_below_a_panel_stay_apart(found, half):
 
 
 def test_mean_weights_are_those_of_the_records(found):
-    axes = figures.mean_weights(found).axes[0]
+    axes = figures.mean_weights(found).figure.axes[0]
     (line,) = axes.lines  # DP-SGD is no part of it
     wanted = np.mean([r.diagnostics["mean_weight"] for r in found if r.method == "dp-psasc"], axis=0)
     assert line.get_label() == "DP-PSASC" and line.get_ydata() == pytest.approx(wanted)
@@ -228,7 +228,7 @@ def test_experiments_are_found_in_the_papers_order(several, folder, found):
 
 
 def test_the_report_of_several_sets_the_papers_figures_beside_ours(several, monkeypatch):
-    monkeypatch.setattr(figures, "_looking_past_the_noise", lambda _: [])
+    monkeypatch.setattr(figures, "norms", lambda _: None)
     found = paper.load(several)
     text = report.write_all(several, found).read_text(encoding="utf-8")
     assert alone(text) and text.count("<h1>") == 1 and text.count("<section") == 2
@@ -244,7 +244,7 @@ def test_the_report_of_several_sets_the_papers_figures_beside_ours(several, monk
     verdicts = text[text.index('class="verdicts"') : text.index("<svg")]
     for one in found[:2]:
         assert escape(stats.headline(one.rows)) in verdicts and (several / one.preset / "report.html").is_file()
-    assert report.NOT_FINISHED in verdicts
+    assert paper.NOT_FINISHED in verdicts
     ids = re.findall(r'\bid="([^"]*)"', text)
     assert len(ids) == len(set(ids))
 
@@ -252,8 +252,8 @@ def test_the_report_of_several_sets_the_papers_figures_beside_ours(several, monk
 def test_untuned_rates_are_said_with_the_verdict(several, undrawn):
     (one, *_) = paper.load(several)
     given = dataclasses.replace(one, records=[r.replace(search=None) for r in one.records])
-    assert report.verdict(one) == stats.verdict(one.rows)
-    assert report.verdict(given) == f"{stats.verdict(one.rows)} Rates were given, not searched."
+    assert one.verdict == stats.verdict(one.rows)
+    assert given.verdict == f"{stats.verdict(one.rows)} Rates were given, not searched."
     assert "The rates were given, not searched in this run" in report.page([given])
 
 
@@ -299,7 +299,7 @@ def test_the_results_page_has_every_table(several, tmp_path):
                 f"{row.noise_multiplier:.4f}" if row.epsilon else "—"
             )
         assert stats.verdict(one.rows) in part and one.records[0].versions["torch"] in part and "\ntiny\n" in part
-    assert "features of resnet50-imagenet, 1 run left" in text and report.NOT_FINISHED in text
+    assert "features of resnet50-imagenet, 1 run left" in text and paper.NOT_FINISHED in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| ")}
     assert widths == {6, 10}  # the table of all, and those of each
     starred = [dataclasses.replace(row, title="DP-PSASC*") for row in found[0].rows]
@@ -321,35 +321,32 @@ def test_a_name_from_a_record_is_no_markup(found, undrawn):
 # -- terminal --------------------------------------------------------------------------------------------------
 
 
-def printed(table):
+def printed(monkeypatch, show, *arguments):
     stream = io.StringIO()
-    Console(file=stream, width=80, highlight=False).print(table)
-    return stream.getvalue()
+    monkeypatch.setattr(terminal, "Console", lambda **_: Console(file=stream, width=80, highlight=False))
+    show(*arguments)
+    text = stream.getvalue()
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80, text
+    return text
 
 
-def test_tables_are_whole_at_80_columns(several):
+def test_tables_are_whole_at_80_columns(several, monkeypatch):
     found = paper.load(several)
-    wide = [dataclasses.replace(r, title="Non-private SGD", test_size=10_000, half_width=0.1234) for r in found[0].rows]
     long = {"rate": 0.25, "gamma1": 0.1, "K0": 2, "gamma0": 0.5}
-    cases = {
-        "accuracies": terminal.accuracies([dataclasses.replace(found[1], rows=wide), *found]),
-        "comparison": terminal.comparison("title", [dataclasses.replace(r, choice=long, seconds=1234.5) for r in wide]),
-        "settings": terminal.settings(
-            [
-                dict(preset=name, samples=162_079, batch=1024, epochs=60, C=0.25, r=1e-3, s=0.55, epsilon=9.0,
-                     delta=5e-6, noise_multiplier=1.96912, noise_multiplier_rdp=2.10819,
-                     encoder=presets.preset(name).encoder)
-                for name in paper.PRESETS
-            ]
-        ),
-    }  # fmt: skip
-    for name, table in cases.items():
-        text = printed(table)
-        assert "…" not in text and max(map(len, text.splitlines())) <= 80, f"{name}:\n{text}"
-    told = printed(cases["settings"])
-    assert "1.9691" in told and "5e-6" in told and "features of resnet50-imagenet" in told
-    told = printed(terminal.accuracies(found))
+    wide = {"title": "Non-private SGD", "test_size": 10_000, "half_width": 0.1234, "choice": long}
+    one = dataclasses.replace(found[1], rows=[dataclasses.replace(row, **wide) for row in found[0].rows])
+    told = printed(monkeypatch, terminal.results, "title", [one, *found], "paper")
     assert "97.35%" in told and "features of resnet50-imagenet" in told and "unfinished, 1 run left" in told
+    told = printed(monkeypatch, terminal.results, "title", [one], "rate, momentum")
+    assert "0.25, γ1 0.1, K0 2, γ0 0.5" in told and "preset" not in told
+    settings = [
+        dict(preset=name, samples=162_079, batch=1024, epochs=60, C=0.25, r=1e-3, s=0.55, epsilon=9.0,
+             delta=5e-6, noise_multiplier=1.96912, noise_multiplier_rdp=2.10819,
+             encoder=presets.preset(name).encoder)
+        for name in paper.PRESETS
+    ]  # fmt: skip
+    told = printed(monkeypatch, terminal.settings, settings)
+    assert "1.9691" in told and "5e-6" in told and "features of resnet50-imagenet" in told
 
 
 def test_the_bar_says_what_a_run_waits_for(monkeypatch):

@@ -202,8 +202,8 @@ def compare(
     path, seconds = report.write_all(folder, [one]), round(time.perf_counter() - start, 1)
     if not as_json:
         title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, {len(numbers)} seeds, 95% intervals"
-        terminal.write(terminal.comparison(title, one.rows))
-    told = [report.verdict(one), *[_LEFT.format(one.left)] * bool(one.left), f"Report: {path}  ({seconds:.0f} s)"]
+        terminal.results(title, [one], "rate, momentum")
+    told = [one.verdict, *[_LEFT.format(one.left)] * bool(one.left), f"Report: {path}  ({seconds:.0f} s)"]
     kept = {name: one.to_dict()[name] for name in ("rows", "verdict", "left")}
     show(as_json, {**kept, "report": str(path), "seconds": seconds}, *told)
 
@@ -290,7 +290,7 @@ def table1(presets_: PresetList = None, as_json: Json = False) -> None:
     from dpscale.lab import paper, terminal
 
     found = paper.settings([configured(name) for name in _names(presets_)])
-    options.print_json(found) if as_json else terminal.write(terminal.settings(found))
+    options.print_json(found) if as_json else terminal.settings(found)
 
 
 def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None, folder: str, **own: bool) -> None:
@@ -310,7 +310,7 @@ def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None,
                  for one in configs]  # fmt: skip
         shown = [one for one in configs if name == "all" and one.preset in paper.SIZES]
         if shown and not as_json and not dry_run:
-            terminal.write(terminal.settings(paper.settings(shown)))
+            terminal.settings(paper.settings(shown))
         again = (name != "figures") if repeats is None else repeats
         found = _run(asked, out, None, budget_minutes, again, workers, dry_run, as_json)
         path = report.write_all(out, paper.with_others(found, out)) if any(one.records for one in found) else None
@@ -318,7 +318,7 @@ def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None,
             figures.write(out / one.preset / "figures", figures.pictures(one.records))
         left, each = sum(one.left for one in found), [one.to_dict() for one in found]
         if not as_json:
-            terminal.write(terminal.accuracies(found))
+            terminal.results("Test accuracy, 95% intervals over seeds", found, "paper")
         told = [_LEFT.format(left)] * bool(left) + [f"Report: {path}"] * bool(path)
         show(as_json, {"experiments": each, "left": left, "report": path and str(path)}, *told)
 

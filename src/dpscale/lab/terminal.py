@@ -17,7 +17,6 @@ from dpscale.lab.datasets import disk
 
 if TYPE_CHECKING:
     from dpscale.lab import compare, paper, runner
-    from dpscale.lab.stats import Row
 
 
 # -- bars ------------------------------------------------------------------------------------------------------
@@ -156,67 +155,54 @@ def _result(now: "compare.Event") -> str:
 # -- tables ----------------------------------------------------------------------------------------------------
 
 
-def write(shown: Table) -> None:
-    """Print a table."""
+def table(title: str, rows: Sequence[Mapping[str, str]], caption: Sequence[str] = ()) -> None:
+    """Print rows under the names of their cells, so that they fit into 80 columns."""
+    shown = Table(
+        title=title, title_justify="left", caption="\n".join(caption), caption_justify="left", box=box.SIMPLE_HEAD,
+        pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for name in rows[0]:
+        shown.add_column(name, justify="left" if name in ("preset", "method", "run") else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row.values())
     Console(highlight=False).print(shown)
 
 
-def _table(title: str, *names: str) -> Table:
-    """An empty table that fits into 80 columns: no lines but the one below its head."""
-    shown = Table(
-        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )  # fmt: skip
-    for name in names:
-        shown.add_column(name, justify="left" if name in ("preset", "method") else "right", no_wrap=True)
-    return shown
+def results(title: str, found: "Sequence[paper.Experiment]", *columns: str) -> None:
+    """What came of experiments, a line for each method, with these columns too; under names where there are several."""
+    from dpscale.lab.stats import plural
+
+    names = {"preset"} if len(found) > 1 else set()
+    rows = [
+        {
+            **dict.fromkeys(names, one.preset if place == 0 else ""), "method": row.title, "test accuracy": row.shown,
+            "to DP-PSASC": row.shown_difference, **{name: one.cells(row).get(name, "—") for name in columns},
+        }
+        for one in found for place, row in enumerate(one.rows)
+    ]  # fmt: skip
+    notes = [_frozen(one.preset, one.encoder) for one in found if one.encoder]
+    notes += [f"{one.preset}: unfinished, {plural(one.left, 'run')} left" for one in found if one.left]
+    if rows:
+        table(title, rows, notes)
 
 
-def comparison(title: str, rows: "Sequence[Row]") -> Table:
-    """The comparison as a table."""
-    from dpscale.lab.presets import Choice
-
-    shown = _table(title, "method", "test accuracy", "ε spent", "rate, momentum", "s/run")
-    for row in rows:
-        spent = "—" if row.epsilon is None else f"{row.epsilon:.2f}"
-        shown.add_row(row.title, row.shown, spent, Choice.model_validate(row.choice).label(), f"{row.seconds:.1f}")
-    return shown
-
-
-def settings(found: Sequence[Mapping[str, Any]]) -> Table:
-    """The paper's settings as a table."""
+def settings(found: Sequence[Mapping[str, Any]]) -> None:
+    """The paper's settings."""
 
     def short(value: float) -> str:  # 1e-4 where Python writes 0.0001 or 1e-04
         return f"{value:.0e}".replace("e-0", "e-") if value < 1e-2 else f"{value:g}"
 
+    rows = [
+        {
+            "preset": one["preset"], "N": f"{one['samples']:,}", "B, epochs": f"{one['batch']}, {one['epochs']}",
+            "r, C, s": f"{short(one['r'])}, {one['C']:g}, {one['s']:g}",
+            "ε, δ": f"{one['epsilon']:g}, {short(one['delta'])}", "σ PLD": f"{one['noise_multiplier']:.4f}",
+            "σ RDP": f"{one['noise_multiplier_rdp']:.4f}",
+        }
+        for one in found
+    ]  # fmt: skip
     title = "Settings, and the noise multiplier σ (noise std / bound) that they come to"
-    shown = _table(title, "preset", "N", "B, epochs", "r, C, s", "ε, δ", "σ PLD", "σ RDP")
-    for one in found:
-        shown.add_row(
-            one["preset"], f"{one['samples']:,}", f"{one['batch']}, {one['epochs']}",
-            f"{short(one['r'])}, {one['C']:g}, {one['s']:g}", f"{one['epsilon']:g}, {short(one['delta'])}",
-            f"{one['noise_multiplier']:.4f}", f"{one['noise_multiplier_rdp']:.4f}",
-        )  # fmt: skip
-    shown.caption = "\n".join(_frozen(one["preset"], one["encoder"]) for one in found if one["encoder"])
-    return shown
-
-
-def accuracies(found: "Sequence[paper.Experiment]") -> Table:
-    """The accuracies of all experiments, a line per method, the paper's beside ours."""
-    title = "Test accuracy, 95% intervals over seeds"
-    shown = _table(title, "preset", "method", "ours", "paper", "to DP-PSASC", "seeds")
-    for one in found:
-        for place, row in enumerate(one.rows):
-            theirs = one.paper.get(row.method)
-            paper, name = "—" if theirs is None else f"{theirs:.2f}%", "" if place else one.preset
-            shown.add_row(name, row.title, row.shown, paper, row.shown_difference, str(len(row.seeds)))
-        if not one.rows:
-            shown.add_row(one.preset, "—", "—", "—", "—", "0")
-        shown.add_section()
-    notes = [_frozen(one.preset, one.encoder) for one in found if one.encoder]
-    left = [(one.preset, f"{one.left} run{'s' if one.left > 1 else ''}") for one in found if one.left]
-    shown.caption = "\n".join([*notes, *(f"{preset}: unfinished, {runs} left" for preset, runs in left)])
-    return shown
+    table(title, rows, [_frozen(one["preset"], one["encoder"]) for one in found if one["encoder"]])
 
 
 def _frozen(preset: str, encoder: str) -> str:
