@@ -360,6 +360,15 @@ def test_table1_is_of_the_papers_presets(monkeypatch):
     assert "must be experiments of the paper, which are mnist, fashion-mnist" in line and "Got 'digits'" in line
 
 
+def test_commands_that_take_long_say_how_far_they_are_without_a_terminal(compared):
+    audit = ("audit", "--size", "300", "--delta", "1e-5", "--sampler", "full-batch", "--steps", "4", "--epsilon", "4")
+    assert "[1/4 steps] audit: training on canaries\n" in run(*audit, "--canaries", "200", "--seed", "0").stderr
+    told = run("reproduce", "table1", "--presets", "mnist").stderr
+    assert told == "[1/1 experiments] settings: noise multipliers\n"
+    assert run("report", compared[0]).stderr == "[1/1 experiments] report: drawing\n"
+    assert run("report", compared[0], "--json").stderr == ""
+
+
 # -- what is refused before the work ---------------------------------------------------------------------------
 
 

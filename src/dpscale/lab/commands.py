@@ -19,6 +19,7 @@ from dpscale.lab.options import PRESET, SETTINGS, Device, Folder, Json, Preset, 
 
 if TYPE_CHECKING:
     from dpscale.lab.paper import Asked, Experiment
+    from dpscale.lab.presets import Config
 
 MOST_SEEDS = 1000  # final runs are below it; the next one is `presets.SEARCH_SEED`
 Out = Annotated[Path | None, typer.Option(help="Folder of records and report; default: runs/PRESET.")]
@@ -232,13 +233,14 @@ def report(
       dpscale report runs/paper --pack results
       dpscale report results --markdown results/README.md
     """
-    from dpscale.lab import paper, records, report
+    from dpscale.lab import paper, records, report, terminal
 
     if folder.is_file():
         raise ValueError(f"{folder} is a file. Give the folder that it lies in: dpscale report {folder.parent}")
     before = report.before_tables(markdown) if markdown else ""
     found = paper.load(folder)
-    files = {"report": report.write_all(folder, found)}
+    with terminal.progress("report", quiet=as_json) as bar:
+        files = {"report": report.write_all(folder, found, bar)}
     if markdown:
         report.write_markdown(markdown, found, before)
         files["markdown"] = markdown
@@ -287,10 +289,23 @@ def table1(presets_: PresetList = None, as_json: Json = False) -> None:
     Example:
       dpscale reproduce table1
     """
-    from dpscale.lab import paper, terminal
+    from dpscale.lab import terminal
 
-    found = paper.settings([configured(name) for name in _names(presets_)])
+    found = _settings([configured(name) for name in _names(presets_)], as_json)
     options.print_json(found) if as_json else terminal.settings(found)
+
+
+def _settings(configs: "Sequence[Config]", quiet: bool) -> list[dict[str, Any]]:
+    from dpscale.lab import paper
+    from dpscale.lab.datasets.disk import Progress
+    from dpscale.lab.terminal import progress
+
+    found = []
+    with progress("settings", quiet=quiet) as bar:
+        for config in configs:
+            found += paper.settings([config])
+            bar(Progress("noise multipliers", len(found), len(configs), "experiments"))
+    return found
 
 
 def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None, folder: str, **own: bool) -> None:
@@ -310,7 +325,7 @@ def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None,
                  for one in configs]  # fmt: skip
         shown = [one for one in configs if name == "all" and one.preset in paper.SIZES]
         if shown and not as_json and not dry_run:
-            terminal.settings(paper.settings(shown))
+            terminal.settings(_settings(shown, as_json))
         again = (name != "figures") if repeats is None else repeats
         found = _run(asked, out, None, budget_minutes, again, workers, dry_run, as_json)
         path = report.write_all(out, paper.with_others(found, out)) if any(one.records for one in found) else None

@@ -16,6 +16,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from dpscale.lab import figures, paper, records, stats
+from dpscale.lab.datasets.disk import OnProgress, Progress, ignore
 from dpscale.lab.figures import Picture
 from dpscale.lab.paper import Experiment
 from dpscale.lab.presets import METHODS, Choice
@@ -29,17 +30,21 @@ MARK = "<!-- tables -->"
 """What stands above this line in a Markdown page was written by hand, and stays."""
 
 
-def write_all(folder: Path, found: Sequence[Experiment]) -> Path:
+def write_all(folder: Path, found: Sequence[Experiment], on_progress: OnProgress = ignore) -> Path:
     """Make ``folder/report.html`` of several experiments, and one of each in its own folder, where it has one."""
     for one in found:
         if one.records and (folder / one.preset).is_dir():
             records.write(folder / one.preset / NAME, page(paper.corrected([one])))
-    records.write(folder / NAME, page(found))
+    records.write(folder / NAME, page(found, on_progress))
     return folder / NAME
 
 
-def page(found: Sequence[Experiment]) -> str:
+def page(found: Sequence[Experiment], on_progress: OnProgress = ignore) -> str:
     """The whole page as text."""
+    parts: dict[str, dict[str, Any]] = {}
+    for one in (one for one in found if one.rows):
+        parts[one.preset] = _parts(one)
+        on_progress(Progress("drawing", len(parts), len(found), "experiments"))
     alone = found[0] if len(found) == 1 and found[0].rows else None
     papers = "The paper's experiments, run anew" if all(one.paper for one in found) else "Private training, compared"
     overview = () if alone else (figures.forest(found), figures.beside_the_paper(found))
@@ -47,7 +52,7 @@ def page(found: Sequence[Experiment]) -> str:
         title=f"Private training on {alone.preset}" if alone else papers, alone=alone, found=found,
         tested_at=stats.LEVEL, style=Markup(_text("report.css")), titles=_titles(found),
         runs=sum(len(one.records) for one in found), overview=[*filter(None, overview)], svg=_svg, about=_about,
-        parts={one.preset: _parts(one) for one in found if one.rows}, glosses=GLOSSES, settings=settings, plural=plural,
+        parts=parts, glosses=GLOSSES, settings=settings, plural=plural,
         most=lambda one: max(len(row.seeds) for row in one.rows),
     )  # fmt: skip
 
