@@ -178,14 +178,14 @@ def test_train_says_in_plain_lines_how_far_it_is_without_a_terminal(tmp_path):
     result = run(*arguments, "dp-psasc")
     assert result.stderr.startswith("checking …\n") and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stderr)
     assert "training loss" not in result.stdout
-    form = re.compile(r"\[epoch (\d+)/24\] DP-PSASC: training loss \d+\.\d{3}, epsilon (\d\.\d\d)")
+    form = re.compile(r"\[(\d+)/68 steps\] DP-PSASC: training loss \d+\.\d{3}, epsilon (\d\.\d\d)")
     told = [form.fullmatch(line) for line in result.stderr.splitlines() if not line.endswith(" …")]
-    assert [int(found[1]) for found in told] == [3, 5, 8, 10, 12, 15, 17, 20, 22, 24]
+    assert [int(found[1]) for found in told] == [9, 15, 23, 29, 34, 43, 48, 57, 62, 68]
     spent = [float(found[2]) for found in told]
     assert spent == sorted(set(spent)) and spent[-1] == 3
     assert run(*arguments, "dp-psasc").stderr == ""  # found on disk
     plain = run(*arguments, "non-private").stderr.splitlines()
-    assert re.fullmatch(r"\[epoch 24/24\] Non-private SGD: training loss \d\.\d{3}", plain[-1])
+    assert re.fullmatch(r"\[68/68 steps\] Non-private SGD: training loss \d\.\d{3}", plain[-1])
 
 
 def test_train_writes_one_record_with_what_was_asked(tmp_path):

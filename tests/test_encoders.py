@@ -15,8 +15,9 @@ import torch
 from dpscale.lab import encoders, runner
 from dpscale.lab.data import Data
 from dpscale.lab.datasets import stored
-from dpscale.lab.datasets.disk import VARIABLE, Progress, checksum, data_folder
+from dpscale.lab.datasets.disk import VARIABLE, checksum, data_folder
 from dpscale.lab.features import ENCODERS, Encoder, encoder, extract, features, prepare, read, write
+from dpscale.lab.progress import Progress
 
 from .helpers import refuse, run
 

@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from dpscale.engine.phases import phase
-from dpscale.lab import figures, paper, presets, records, report, runner, stats, terminal
+from dpscale.lab import figures, paper, presets, records, report, stats, terminal
 from dpscale.lab.compare import Event
 from dpscale.lab.presets import METHODS, Choice
+from dpscale.lab.progress import Progress
 
 from .helpers import run as run_command
 from .lab_runs import TINY, experiment, job
@@ -349,30 +350,33 @@ def test_tables_are_whole_at_80_columns(several, monkeypatch):
     assert "1.9691" in told and "5e-6" in told and "features of resnet50-imagenet" in told
 
 
+def steps(what, done, words=str):
+    return Progress(what, done, 20, "steps", words)
+
+
 def test_the_bar_says_what_a_run_waits_for(monkeypatch):
-    shown = io.StringIO()
+    shown, asked = io.StringIO(), []
     monkeypatch.setattr(terminal, "Console", lambda **_: Console(file=shown, force_terminal=True, color_system=None))
-    waiting = {"step": 0, "steps": 20, "epoch": 0, "epochs": 2, "loss": float("nan"), "plan": None, "delta": 1e-5}
-    with terminal.run_bar("a run", quiet=False) as show:
-        show(runner.Progress(**waiting, phase="compiling"))
-        assert re.search(r"a run.* 0/20 compiling", shown.getvalue())
-        show(runner.Progress(**waiting))
-        assert re.search(r"a run.* 0/20 training", shown.getvalue())
-        show(runner.Progress(**waiting | {"step": 10, "epoch": 1, "loss": 0.5}))
-    assert re.search(r"a run.* 10/20 training loss 0.500", shown.getvalue())
+    with terminal.progress("a run", quiet=False) as show:
+        for what in ("compiling", "training"):
+            show(steps(what, 0))
+            assert re.search(rf"a run: {what}.* 0/20 steps", shown.getvalue())
+        for _ in range(3):  # once a percent: words may take a moment
+            show(steps("training", 10, lambda: asked.append("loss") or "training loss 0.500"))
+    assert re.search(r"a run: training.* 10/20 steps, training loss 0.500", shown.getvalue()) and asked == ["loss"]
 
 
 def test_lines_say_what_a_run_waits_for_where_there_is_no_terminal(capsys):
-    waiting = {"step": 0, "steps": 20, "epoch": 0, "epochs": 2, "loss": float("nan"), "plan": None, "delta": 1e-5}
-    with terminal.run_bar("a run", quiet=False) as show:
-        for phase in ("tracing", "compiling", None):
-            show(runner.Progress(**waiting, phase=phase))
-        assert capsys.readouterr() == ("", "tracing …\ncompiling …\n")
-        show(runner.Progress(**waiting | {"step": 10, "epoch": 1, "loss": 0.5}))
-        assert capsys.readouterr() == ("", "[epoch 1/2] a run: training loss 0.500\n")
-    with terminal.run_bar("a run", quiet=True) as show:
-        show(runner.Progress(**waiting, phase="compiling"))
-        show(runner.Progress(**waiting | {"step": 10, "epoch": 1, "loss": 0.5}))
+    with terminal.progress("a run", quiet=False) as show:
+        for what in ("tracing", "compiling", "training"):
+            show(steps(what, 0))
+        assert capsys.readouterr() == ("", "tracing …\ncompiling …\ntraining …\n")
+        for done in (10, 11):
+            show(steps("training", done, lambda: "training loss 0.500"))
+        assert capsys.readouterr() == ("", "[10/20 steps] a run: training loss 0.500\n")
+    with terminal.progress("a run", quiet=True) as show:
+        show(steps("compiling", 0))
+        show(steps("training", 10, lambda: pytest.fail("nobody sees it")))
     assert capsys.readouterr() == ("", "")
 
 

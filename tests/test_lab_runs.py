@@ -121,10 +121,12 @@ def test_a_run_repeats_exactly_and_spends_what_it_says():
     one, other = runner.run(asked, seen.append), runner.run(asked)
     assert one.curves == other.curves and one.accuracy == one.curves["accuracy"][-1]
     assert one.epsilon == pytest.approx(TINY.epsilon, rel=1e-3) and one.epsilon <= TINY.epsilon
-    before, (first, last) = [p for p in seen if p.epoch == 0], [p for p in seen if p.epoch > 0]
-    assert [p.phase for p in (before[0], before[-1])] == ["checking", None] and {p.step for p in before} == {0}
-    assert (first.epoch, last.epoch) == (1, 2) and last.step == last.steps == one.plan["steps"]
-    assert first.epsilon() < last.epsilon() == pytest.approx(one.epsilon)
+    before, (first, last) = [now for now in seen if not now.done], [now for now in seen if now.done]
+    assert [before[0].what, before[-1].what] == ["checking", "training"]
+    assert first.done < last.done == last.total == one.plan["steps"] and last.unit == "steps"
+    losses = [f"training loss {loss:.3f}, epsilon" for loss in one.curves["train_loss"]]
+    assert [now.words().rpartition(" ")[0] for now in (first, last)] == losses
+    assert last.words().endswith(f" {one.epsilon:.2f}") and float(first.words().split()[-1]) < one.epsilon
     assert one.cold_seconds > 0 and one.seconds > 0
     assert "come from the seed 3" in one.statement and "Whoever knows a seed can take the noise away" in one.statement
     assert (one.data["train"], one.data["test"], one.data["name"]) == (1437, 360, "digits")

@@ -313,7 +313,7 @@ def audit(
         raise ValueError("Give either --epsilon or --noise-multiplier.")
     from dpscale.audit import audit as measure
     from dpscale.lab import device as place
-    from dpscale.lab.datasets.disk import Progress
+    from dpscale.lab.progress import Progress
     from dpscale.lab.terminal import progress
     from dpscale.scaling import RULES
 

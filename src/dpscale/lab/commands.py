@@ -103,7 +103,7 @@ def train(
 
     chosen, folder = presets.method(method or "dp-psasc"), out or Path("runs") / config.preset
     options.require_writable(folder)
-    with terminal.run_bar(chosen.title, quiet=as_json) as bar:
+    with terminal.progress(chosen.title, quiet=as_json) as bar:
         record = compare.train(config, chosen, seed or 0, folder, ledger=ledger, command=_command(), on_progress=bar)
     spent = "" if record.epsilon is None else f", epsilon {record.epsilon:.3f} at delta {record.delta:g}"
     told = f"{record.title}: test accuracy {100 * record.accuracy:.1f}%{spent}, {record.seconds:.1f} s"
@@ -122,7 +122,7 @@ def _train_own(given: dict[str, Any], out: Path, device: str | None, as_json: bo
     from dpscale.lab import own, terminal
 
     place.use(device)
-    with terminal.run_bar("training", quiet=as_json) as bar:
+    with terminal.progress("train", quiet=as_json) as bar:
         found = own.train(out, **given, **asked, on_progress=bar)
     told = f"epsilon {found['epsilon']:.3f} at delta {found['delta']:g}"
     told += f", test accuracy {found['test_accuracy']:.1%}" if asked["test"] else ""
@@ -160,7 +160,7 @@ def tune(
             terminal.line(f"{done} tries done, {time.perf_counter() - start:.0f} s")
 
     chosen = Selection(tries=tries, shape=shape, score_noise=score_noise)
-    with terminal.run_bar("this try alone", quiet=as_json) as bar:
+    with terminal.progress("this try", quiet=as_json) as bar:
         found = selection.select(config, chosen, folder, seed, told, ledger, bar)
     if (state := found.pop("state", None)) is not None:
         torch.save(state, folder / "model.pt")
@@ -297,7 +297,7 @@ def table1(presets_: PresetList = None, as_json: Json = False) -> None:
 
 def _settings(configs: "Sequence[Config]", quiet: bool) -> list[dict[str, Any]]:
     from dpscale.lab import paper
-    from dpscale.lab.datasets.disk import Progress
+    from dpscale.lab.progress import Progress
     from dpscale.lab.terminal import progress
 
     found = []

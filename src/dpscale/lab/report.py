@@ -16,10 +16,10 @@ import jinja2
 from markupsafe import Markup, escape
 
 from dpscale.lab import figures, paper, records, stats
-from dpscale.lab.datasets.disk import OnProgress, Progress, ignore
 from dpscale.lab.figures import Picture
 from dpscale.lab.paper import Experiment
 from dpscale.lab.presets import METHODS, Choice
+from dpscale.lab.progress import OnProgress, Progress, ignore
 from dpscale.lab.records import Record
 from dpscale.lab.stats import Row, plural
 

@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import rich.progress
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from dpscale.lab.datasets import disk
+from dpscale.lab.progress import OnProgress, Progress
 
 if TYPE_CHECKING:
-    from dpscale.lab import compare, paper, runner
+    from dpscale.lab import compare, paper
 
 
 # -- bars ------------------------------------------------------------------------------------------------------
@@ -41,26 +42,24 @@ def tenths() -> Callable[[int, int], bool]:
 
 
 class _Speed(ProgressColumn):
-    def __init__(self, what: str, seconds: float) -> None:
-        super().__init__()
-        self.what, self.seconds = what, seconds
-
     def render(self, task: Task) -> Text:
-        """So many of them in so many seconds, once that is known."""
-        return Text(f"{self.seconds * task.speed:.0f} {self.what}" if task.speed else "")
+        """So many of them in a second, or runs in a minute, once that is known."""
+        unit, speed = task.fields["unit"], task.speed or 0.0
+        each = f"{60 * speed:.1f} runs/min" if unit == "runs" else f"{speed:.0f} {unit}/s"
+        return Text(each if speed and unit != "bytes" else "")
 
 
 @contextmanager
-def _bar(title: str, quiet: bool, *columns: ProgressColumn) -> Iterator[Callable[..., None] | None]:
+def _bar(title: str, quiet: bool) -> Iterator[Callable[..., None] | None]:
     """Changes a bar that has a state and the time left; None where nobody would see it."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield None
         return
-    state, ends = TextColumn("{task.fields[state]}"), (TextColumn("{task.description}"), BarColumn(bar_width=24))
-    shown = (*ends, *columns[:1], state, *columns[1:], TimeRemainingColumn())
-    with Progress(*shown, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None, state="calibrating")
+    ends = TextColumn("{task.description}"), BarColumn(bar_width=24)
+    shown = (*ends, TextColumn("{task.fields[state]}"), _Speed(), TimeRemainingColumn())
+    with rich.progress.Progress(*shown, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None, state="calibrating", unit="bytes")
 
         def update(**changes: Any) -> None:
             if changes.get("description", title) != bar.tasks[0].description:  # the time left is that of this one
@@ -71,52 +70,35 @@ def _bar(title: str, quiet: bool, *columns: ProgressColumn) -> Iterator[Callable
 
 
 @contextmanager
-def progress(title: str, *, quiet: bool) -> Iterator[disk.OnProgress]:
-    """A bar for what takes a while; without a terminal a line at its start and at each tenth of it."""
-    dues: dict[str, Callable[[int, int], bool]] = {}
+def progress(title: str, *, quiet: bool) -> Iterator[OnProgress]:
+    """A bar for what takes a while; without a terminal a line as each part of it begins, and at each tenth of that."""
+    what, percent, due, words = "", -1, tenths(), ""
     with _bar(title, quiet) as update:
 
-        def show(now: disk.Progress) -> None:
-            scale, unit = (1e6, "MB") if now.unit == "bytes" else (1, now.unit)
-            total = "" if now.total is None else f"/{now.total / scale:,.0f}"
-            state = f"{now.done / scale:,.0f}{total} {unit}" if now.done or now.total else ""
-            first = now.what not in dues
-            due = dues.setdefault(now.what, tenths())
+        def show(now: Progress) -> None:
+            nonlocal what, percent, due, words
+            new, total = now.what != what, now.total or 0
+            what, due = now.what, tenths() if new else due
+            tenth = bool(total and due(now.done, total))
+            if quiet or (update is None and not new and not tenth):
+                return
+            if update is None or new or not total or 100 * now.done // total > percent:  # words may take a moment
+                percent, words = 100 * now.done // (total or 1), now.words()
+            state = f"{_count(now)}, {words}" if words else _count(now)
             if update is not None:
-                update(description=now.what, completed=now.done, total=now.total, state=state)
-            elif not quiet and now.done and now.total and (due(now.done, now.total) or first):
-                line(f"[{state}] {title}: {now.what}")
+                update(description=f"{title}: {what}", completed=now.done, total=now.total, state=state, unit=now.unit)
+            elif now.done or not total:
+                line(f"[{_count(now)}] {title}: {words or what}")
+            else:
+                line(f"{what} …")
 
         yield show
 
 
-@contextmanager
-def run_bar(title: str, *, quiet: bool) -> "Iterator[Callable[[runner.Progress], None]]":
-    """A bar over the steps of one run: ε so far, loss, speed and time left, or what it waits for.
-
-    Without a terminal plain lines, one for each tenth of the run; silent if ``quiet``.
-    """
-    with _bar(title, quiet, MofNCompleteColumn(), _Speed("steps/s", 1)) as update:
-        before, due = 0, tenths()
-
-        def show(now: "runner.Progress") -> None:
-            nonlocal before
-            if update is not None:
-                waits = now.phase or "training" if now.step == before else None  # a phase begins, or ended
-                update(completed=now.step, total=now.steps, state=waits or _loss(now))
-                before = now.step
-            elif now.phase:
-                line(f"{now.phase} …")
-            elif due(now.step, now.steps):
-                line(f"[epoch {now.epoch}/{now.epochs}] {title}: {_loss(now)}")
-
-        yield (lambda _: None) if quiet else show
-
-
-def _loss(now: "runner.Progress") -> str:
-    spent = now.epsilon()
-    told = [] if now.loss is None else [f"training loss {now.loss:.3f}"]
-    return ", ".join(told if spent is None else [*told, f"epsilon {spent:.2f}"])
+def _count(now: Progress) -> str:
+    scale, unit = (1e6, "MB") if now.unit == "bytes" else (1, now.unit)
+    total = "" if now.total is None else f"/{now.total / scale:,.0f}"
+    return f"{now.done / scale:,.0f}{total} {unit}"
 
 
 @contextmanager
@@ -125,11 +107,12 @@ def runs_bar(*, quiet: bool) -> "Iterator[Callable[[str, compare.Event], None]]"
     ``quiet``."""
     from dpscale.engine.phases import listening
 
-    with _bar("", quiet, MofNCompleteColumn(), _Speed("runs/min", 60)) as update:
+    with _bar("", quiet) as update:
 
         def show(name: str, now: "compare.Event") -> None:
+            told = f"{now.done}/{now.total} {_result(now)}"
             if update is not None:
-                update(description=name, completed=now.done, total=now.total, state=_result(now))
+                update(description=name, completed=now.done, total=now.total, state=told, unit="runs")
             elif now.record is not None and not quiet:
                 line(f"[{now.done}/{now.total}] {_result(now)}")
 

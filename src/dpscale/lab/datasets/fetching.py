@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dpscale.lab.datasets.catalogue import Entry, Source
-from dpscale.lab.datasets.disk import DataError, OnProgress, Progress, checksum, ignore
+from dpscale.lab.datasets.disk import DataError, checksum
+from dpscale.lab.progress import OnProgress, Progress, ignore
 
 TIMEOUT = 6.0  # seconds without a word from the server after which it counts as gone
 ATTEMPTS = 5  # connections in all, if the first brings something and is then cut

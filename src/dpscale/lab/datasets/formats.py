@@ -21,7 +21,8 @@ import numpy as np
 from PIL import Image
 
 from dpscale.lab.datasets.catalogue import Entry
-from dpscale.lab.datasets.disk import DataError, OnProgress, Progress, checksum
+from dpscale.lab.datasets.disk import DataError, checksum
+from dpscale.lab.progress import OnProgress, Progress
 
 Split = tuple[np.ndarray, np.ndarray]
 _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError)

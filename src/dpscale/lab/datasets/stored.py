@@ -10,8 +10,9 @@ import numpy as np
 
 from dpscale.lab.datasets import disk, fetching, formats
 from dpscale.lab.datasets.catalogue import NOTHING_NEEDED, Entry, find
-from dpscale.lab.datasets.disk import DataError, Folder, OnProgress, Progress, ignore
+from dpscale.lab.datasets.disk import DataError, Folder
 from dpscale.lab.datasets.formats import Split
+from dpscale.lab.progress import OnProgress, Progress, ignore
 
 MANIFEST = "manifest.json"
 FORMAT = 2
