@@ -323,9 +323,8 @@ def test_cosine_is_over_all_parameters_together():
 def test_norms_are_counted_in_their_decades():
     kept = diagnostics.Watch()
     kept.on = True
-    kept.epoch(
-        7, [torch.tensor([0.0, 1e-30, 1.0, 1.0, 1e9, float("inf")])], [torch.tensor([2.0, 2.0, 0.5, 0.7, 0.1, 0.0])]
-    )
+    kept.saw(torch.tensor([0.0, 1e-30, 1.0, 1.0, 1e9, float("inf")]), torch.tensor([2.0, 2.0, 0.5, 0.7, 0.1, 0.0]))
+    kept.epoch(7)
     told = kept.to_dict()["norms"]
     assert sum(told["counts"]) == 5 and told["not_finite"] == 1 and told["epochs"] == [7]
     place = int(np.argmin(np.abs(np.array(told["log10_norm"]))))
@@ -358,9 +357,9 @@ def test_an_empty_plain_batch_moves_nothing(monkeypatch):
     monkeypatch.setattr(Poisson, "steps", lambda self, _: 2)
     training = runner._Training(job("non-private", config=config.replace(micro_batch=4)), data, None)
     weights, losses = [vector(training.model)], []
-    for step in training.steps():
+    for loss in training.steps():
         weights.append(vector(training.model))
-        losses.append(step.loss.item())
+        losses.append(loss.item())
     first, second = weights[1] - weights[0], weights[2] - weights[1]
     assert first.norm() > 0 and torch.allclose(second, 0.9 * first, rtol=1e-3, atol=1e-7)
     assert math.isfinite(losses[0]) and math.isnan(losses[1])

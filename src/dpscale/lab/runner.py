@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -207,12 +207,6 @@ def trained(job: Job, plan: Plan, data: Data, on_progress: OnProgress = ignore) 
     return training.measured
 
 
-class _Step(NamedTuple):
-    loss: Tensor
-    norms: Tensor | None = None
-    weights: Tensor | None = None
-
-
 class _Training:
     """A run under way: what is trained, and what came of it so far."""
 
@@ -225,15 +219,15 @@ class _Training:
         self.curves: dict[str, list[float | None]] = {"epoch": [], "train_loss": [], "accuracy": []}
         self.loss, self.begun = math.nan, time.perf_counter()  # begun when the cold start is over
 
-    def steps(self) -> Generator[_Step]:
-        """Every step as it is taken, without TF32, which torch has on for convolutions: the bound is as strict as the
-        plan says."""
+    def steps(self) -> Generator[Tensor]:
+        """The loss of every step as it is taken, without TF32, which torch has on for convolutions: the bound is as
+        strict as the plan says."""
         with _without_tf32():
             taken = _train_plain(self) if self.plan is None else _train_private(self)
-            for number, step in enumerate(taken, start=1):
+            for number, loss in enumerate(taken, start=1):
                 if self.config.average:
                     self._average(min(self.config.average, number / (number + 10)))  # the start is soon forgotten
-                yield step
+                yield loss
 
     @torch.no_grad()
     def _average(self, keep: float) -> None:
@@ -258,14 +252,12 @@ class _Training:
         for epoch in range(1, epochs + 1):
             self.watch.on = config.diagnostics and epoch > config.epochs - config.last_epochs
             with listening(partial(tell, epoch - 1)):
-                seen = [next(taken) for _ in range(ends[epoch - 1], ends[epoch])]
-            if config.diagnostics:
-                norms, weights = ([v for v in each if v is not None] for each in list(zip(*seen, strict=True))[1:])
-                self.watch.epoch(epoch, norms, weights)
+                losses = [next(taken) for _ in range(ends[epoch - 1], ends[epoch])]
+            self.watch.epoch(epoch)
             accuracy = None
             if epoch % every == 0 or epoch == epochs:
                 accuracy, self.loss = evaluate(self.measured, self.data, config)
-            told = {"epoch": epoch, "train_loss": diagnostics.mean([step.loss for step in seen]), "accuracy": accuracy}
+            told = {"epoch": epoch, "train_loss": diagnostics.mean(losses), "accuracy": accuracy}
             for name, value in told.items():
                 self.curves[name].append(value)
             tell(epoch)
@@ -393,7 +385,7 @@ def _viewed(job: Job, place: torch.device) -> Callable[[tuple[Tensor, ...]], tup
     return partial(views, count=job.config.views, transform=transform) if job.config.augment else lambda batch: batch
 
 
-def _train_private(run: _Training) -> Iterator[_Step]:
+def _train_private(run: _Training) -> Iterator[Tensor]:
     job, config, data, plan, watch = run.job, run.config, run.data, run.plan, run.watch
     assert plan is not None and plan.steps is not None
     (optimizer, schedule), losses = _optimizer(run, plan.steps), _losses_of(config)
@@ -415,11 +407,12 @@ def _train_private(run: _Training) -> Iterator[_Step]:
             mean = (each * out.mask).sum() / out.mask.sum().clamp(min=1)
             plain = dict(zip(before, torch.autograd.grad(mean, list(before.values())), strict=True))
             watch.cosines.append(diagnostics.cosine(released.gradient, plain))
-        # Without diagnostics nothing more is taken: to pick the samples drawn would wait for the device at every step.
-        yield _Step(out.loss, *((out.norms[out.mask], out.weights[out.mask]) if config.diagnostics else ()))
+        if config.diagnostics:  # else not: to pick the samples drawn would wait for the device at every step
+            watch.saw(out.norms[out.mask], out.weights[out.mask])
+        yield out.loss
 
 
-def _train_plain(run: _Training) -> Iterator[_Step]:
+def _train_plain(run: _Training) -> Iterator[Tensor]:
     """Plain PyTorch on the batches that a private run of the same seed draws, divided by the same constant."""
     job, config, data, place = run.job, run.config, run.data, run.data.train_labels.device
     heavy = 1 - config.constants(job.choice)["gamma1"] if config.momentum in OUTER else 0.0  # torch's heavy ball
@@ -437,4 +430,4 @@ def _train_plain(run: _Training) -> Iterator[_Step]:
             loss += part.detach()
         optimizer.step()
         schedule.step()
-        yield _Step(loss / len(chosen))
+        yield loss / len(chosen)
