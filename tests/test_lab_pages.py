@@ -343,7 +343,7 @@ def test_tables_are_whole_at_80_columns(several, monkeypatch):
     settings = [
         dict(preset=name, samples=162_079, batch=1024, epochs=60, C=0.25, r=1e-3, s=0.55, epsilon=9.0,
              delta=5e-6, noise_multiplier=1.96912, noise_multiplier_rdp=2.10819,
-             encoder=presets.preset(name).encoder)
+             encoder=presets.PRESETS[name].encoder)
         for name in paper.PRESETS
     ]  # fmt: skip
     told = printed(monkeypatch, terminal.settings, settings)

@@ -92,7 +92,7 @@ def layers(name, kind):
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
 def test_the_papers_cnn_has_four_convolutions_and_one_linear_layer(name):
-    model = presets.preset(name).model
+    model = presets.PRESETS[name].model
     assert (layers(model, nn.Conv2d), layers(model, nn.Linear)) == (4, 1)
 
 
@@ -148,7 +148,7 @@ def test_the_same_seed_gives_the_same_numbers_in_one_version_of_the_numerics(met
 
 
 def test_diagnostics_are_off_unless_asked_for_and_say_that_they_are_not_private():
-    assert not any(presets.preset(name).diagnostics for name in presets.PRESETS)
+    assert not any(presets.PRESETS[name].diagnostics for name in presets.PRESETS)
     silent = runner.run(job(config=TINY.replace(diagnostics=False)))
     loud = runner.run(job())
     assert silent.diagnostics is None

@@ -18,7 +18,7 @@ from dpscale.lab import options
 from dpscale.lab.options import PRESET, SETTINGS, Device, Folder, Json, Preset, Values, configured, read, show
 
 if TYPE_CHECKING:
-    from dpscale.lab.paper import Asked, Experiment
+    from dpscale.lab.paper import Experiment
     from dpscale.lab.presets import Config
 
 MOST_SEEDS = 1000  # final runs are below it; the next one is `presets.SEARCH_SEED`
@@ -100,8 +100,9 @@ def train(
     if target is not None or test is not None:
         raise ValueError("--target and --test are for data of your own. Leave them out, or the name of the preset.")
     from dpscale.lab import compare, presets, terminal
+    from dpscale.lab.settings import named
 
-    chosen, folder = presets.method(method or "dp-psasc"), out or Path("runs") / config.preset
+    chosen, folder = named(presets.METHODS, "method", method or "dp-psasc"), out or Path("runs") / config.preset
     options.require_writable(folder)
     with terminal.progress(chosen.title, quiet=as_json) as bar:
         record = compare.train(config, chosen, seed or 0, folder, ledger=ledger, command=_command(), on_progress=bar)
@@ -190,19 +191,17 @@ def compare(
       dpscale compare mnist epochs=10 model=gelu_cnn --dry-run
     """
     start, config = time.perf_counter(), configured(preset, read(values or []), data, device)
-    from dpscale.lab import presets, report, terminal
+    from dpscale.lab import report, terminal
 
-    folder, numbers = out or Path("runs") / config.preset, _seeds(seeds) or list(range(5))
-    options.require_writable(folder)
-    asked = [(config, presets.methods(methods, config), numbers, folder)]
-    again = (ledger is None) if repeats is None else repeats
-    (one,) = _run(asked, folder, ledger, budget_minutes, again, workers, dry_run, as_json)
+    folder, again = out or Path("runs") / config.preset, (ledger is None) if repeats is None else repeats
+    how = {"ledger": ledger, "repeats": again, "at_once": workers}
+    (one,) = _run([(config, folder)], methods, seeds, budget_minutes, dry_run, as_json, how)
     if not one.records:
         typer.echo(_LEFT.format(one.left), err=True)
         raise typer.Exit(1)
     path, seconds = report.write_all(folder, [one]), round(time.perf_counter() - start, 1)
     if not as_json:
-        title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, {len(numbers)} seeds, 95% intervals"
+        title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, 95% intervals over seeds"
         terminal.results(title, [one], "rate, momentum")
     told = [one.verdict, *[_LEFT.format(one.left)] * bool(one.left), f"Report: {path}  ({seconds:.0f} s)"]
     kept = {name: one.to_dict()[name] for name in ("rows", "verdict", "left")}
@@ -316,18 +315,17 @@ def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None,
         out: PaperOut = Path(folder), budget_minutes: Budget = None, repeats: Repeats = None, data: Folder = None,
         device: Device = None, workers: Workers = None, dry_run: DryRun = False, as_json: Json = False,
     ) -> None:  # fmt: skip
-        options.require_writable(out)
-        changes, numbers = {**own, **read(values or [])}, _seeds(seeds)
-        configs = [configured(each, changes, data, device) for each in _names(presets_)]
-        from dpscale.lab import figures, paper, presets, report, terminal
+        configs = [configured(each, {**own, **read(values or [])}, data, device) for each in _names(presets_)]
+        from dpscale.lab import figures, paper, report, terminal
 
-        asked = [(one, presets.methods(methods, one), numbers or paper.usual_seeds(one.preset), out / one.preset)
-                 for one in configs]  # fmt: skip
         shown = [one for one in configs if name == "all" and one.preset in paper.SIZES]
         if shown and not as_json and not dry_run:
+            options.require_writable(out)
             terminal.settings(_settings(shown, as_json))
         again = (name != "figures") if repeats is None else repeats
-        found = _run(asked, out, None, budget_minutes, again, workers, dry_run, as_json)
+        places = [(one, out / one.preset) for one in configs]
+        how = {"repeats": again, "at_once": workers}
+        found = _run(places, methods, seeds, budget_minutes, dry_run, as_json, how)
         path = report.write_all(out, paper.with_others(found, out)) if any(one.records for one in found) else None
         for one in (one for one in found if one.records and own):  # diagnostics are recorded, for pictures
             figures.write(out / one.preset / "figures", figures.pictures(one.records))
@@ -356,23 +354,26 @@ _reproducing(
 
 
 def _run(
-    asked: "Sequence[Asked]", out: Path, ledger: Path | None, budget: float | None, repeats: int, workers: int | None,
-    dry_run: bool, as_json: bool,
+    places: "Sequence[tuple[Config, Path]]", methods: str | None, seeds: str | None, budget: float | None,
+    dry_run: bool, as_json: bool, how: dict[str, Any],
 ) -> "list[Experiment]":  # fmt: skip
-    """What came of these experiments, as far as the budget allows; a dry run says what is left, and ends here."""
-    from dpscale.lab import paper, stats, terminal
+    """What came of these experiments in these folders, as far as the budget allows; a dry run says what is left, and
+    ends here."""
+    from dpscale.lab import paper, presets, stats, terminal
 
+    numbers, asked = _seeds(seeds), []
+    for config, out in places:
+        options.require_writable(out)
+        asked.append((config, presets.methods(methods, config), numbers or paper.usual_seeds(config.preset), out))
     if dry_run:
-        rows = paper.left(asked, repeats, workers)
+        rows = paper.left(asked, how["repeats"], how["at_once"])
         runs, minutes = (sum(row[name] for row in rows) for name in ("runs", "minutes"))
         told = (f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes" for row in rows)
         show(as_json, {"plan": rows, "runs": runs, "minutes": stats.two_digits(minutes)}, *told)
         raise typer.Exit
     deadline = None if budget is None else time.monotonic() + 60 * budget
     with terminal.runs_bar(quiet=as_json) as bar:
-        return paper.experiments(
-            asked, deadline=deadline, ledger=ledger, repeats=repeats, at_once=workers, command=_command(), on_event=bar
-        )
+        return paper.experiments(asked, deadline=deadline, command=_command(), on_event=bar, **how)
 
 
 def _seeds(text: str | None) -> list[int]:
@@ -391,9 +392,10 @@ def _seeds(text: str | None) -> list[int]:
 
 def _names(names: str | None) -> list[str]:
     from dpscale.lab import paper, presets
+    from dpscale.lab.settings import named
 
     wanted = dict.fromkeys(paper.PRESETS if names is None else (name.strip() for name in names.split(",")))
-    return [presets.preset(name).preset for name in wanted]  # refuses unknown ones
+    return [named(presets.PRESETS, "preset", name).preset for name in wanted]  # refuses unknown ones
 
 
 def _command() -> str:

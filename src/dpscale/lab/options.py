@@ -68,11 +68,12 @@ def configured(
     """The preset with what the command line changes; a momentum that is given is not searched."""
     from dpscale.lab import device as place
     from dpscale.lab import presets
+    from dpscale.lab.settings import named
 
     if data is not None:
         os.environ["DPSCALE_DATA"] = str(data)  # for the processes of a comparison too
     place.use(device)
-    changes, preset = dict(values or {}), presets.preset(name)
+    changes, preset = dict(values or {}), named(presets.PRESETS, "preset", name)
     rate = changes.pop("rate", None)
     names = sorted(set(presets.Config.model_fields) - {"preset"})
     for each in (each for each in changes if each not in names):

@@ -177,9 +177,10 @@ def features(
     from dpscale.lab import data
     from dpscale.lab import device as place
     from dpscale.lab import features as lab
+    from dpscale.lab.settings import named
     from dpscale.lab.terminal import progress
 
-    chosen = lab.encoder(encoder)  # refused before a data set is read
+    chosen = named(lab.ENCODERS, "encoder", encoder)  # refused before a data set is read
     place.use(device)
     start = time.perf_counter()
     with progress(f"features {dataset}", quiet=as_json) as bar:
