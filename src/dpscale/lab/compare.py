@@ -269,10 +269,13 @@ def compare(
             asked, chosen, found = _search(asked, sources, queue, pool)
         else:
             chosen, found = {source.name: config.given(source) for source in sources}, {}
+        ready = [method for method in methods if method.source.name in chosen]
+        twice = {method.name for method in ready if _is_another(method, ready, config, chosen)}
+        queue.total -= sum(method.name in twice for method, *_ in runs)
         jobs = [
             replace(asked, method=method.name, seed=seed, repeat=repeat, choice=chosen[method.source.name],
                     search=found.get(method.source.name))
-            for method, seed, repeat in runs if method.source.name in chosen
+            for method, seed, repeat in runs if method in ready and method.name not in twice
         ]  # fmt: skip
         jobs.sort(key=lambda job: (job.repeat, job.seed, -job.points))  # the end should not be one long run alone
         done = [record for record in queue.run(jobs, pool) if not record.repeat]
@@ -283,6 +286,18 @@ def compare(
     usual = statistics.fmean(work(replace(asked, method=each.name, choice=config.tries(each)[0])) for each in methods)
     open_ = (left - len(queue.left)) * usual
     return Compared(records=done, left=left, work=sum(map(work, queue.left)) + open_, pace=queue.pace)
+
+
+def _is_another(method: Method, methods: Sequence[Method], config: Config, chosen: Mapping[str, Choice]) -> bool:
+    """Whether a control would take the very steps of another method, as PSAC at lr/s those of DP-PSAC where both chose
+    one rate. The same runs under two names are no comparison, and would count as one in Holm's correction."""
+
+    def steps(one: Method) -> tuple[str, str, str]:
+        choice = chosen[one.source.name]
+        rate = f"{one.learning_rate(config, choice):.9g}"
+        return str(one.scaling(config)), str(one.momentum_of(config, choice)), rate
+
+    return bool(method.follows) and any(steps(one) == steps(method) for one in methods if not one.follows)
 
 
 def minutes(config: Config, methods: Sequence[Method], found: Compared, at_once: int | None = None) -> float:

@@ -122,6 +122,7 @@ def _parts(one: Experiment) -> dict[str, Any]:
     drawn = [*filter(None, [figures.forest([one])]), *figures.pictures(one.records)]
     searches = {r.search["searched_for"]: r.search for r in one.records if r.search}
     heads = list(one.cells(one.rows[0]))
+    psac, psasc = one.row("dp-psac"), one.row("dp-psasc")
     most = max(sum(value is not None for value in record.curves["accuracy"]) for record in one.records)
     return {
         "first": [each for each in drawn if each.name in ("differences", "accuracy")],
@@ -129,7 +130,10 @@ def _parts(one: Experiment) -> dict[str, Any]:
         "diagnosed": not all(each.private for each in drawn), "heads": heads, "reference": one.reference,
         "shown": " ".join([*heads, *(row.label for row in one.rows)]),
         "measured": f"up to {most} times a run" if most > 1 else "once a run",
-        "controls": [row for row in one.rows if METHODS[row.method].follows], "statements": _statements(one.rows),
+        "controls": [row for row in one.rows if METHODS[row.method].follows],
+        "stands_in": psac is not None and psasc is not None and psac.choice == psasc.choice
+        and one.row("psac-lr-over-s") is None,
+        "statements": _statements(one.rows),
         "searches": {METHODS[name].title: _tries(search) for name, search in searches.items()},
         "search": next(iter(searches.values()), None), "alike": stats.alike(one.rows),
         "commands": _commands(one.records), "facts": _facts(one.records, one.left_out),
