@@ -228,7 +228,8 @@ def test_compare_resumes_and_shows_a_table(compared, idle):
 def test_compare_says_one_plain_line_per_run_without_a_terminal(tmp_path):
     result = run("compare", "digits", *TINY, "--methods", "non-private", "--seeds", "2", "--out", tmp_path)
     lines = result.stderr.splitlines()
-    assert len(lines) == 2 and lines[0].startswith("[1/2] non-private: seed 0") and "\x1b" not in result.stderr
+    assert lines[0] == "digits …" and lines[1].startswith("[1/2 runs] non-private: seed 0") and len(lines) == 3
+    assert "\x1b" not in result.stderr
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0.01234, "0.012"), (1.49, "1.5"), (48.2, "48"), (131.0, "130")])

@@ -394,8 +394,8 @@ def test_lines_say_how_far_several_experiments_are_and_nobody_listens_after(foun
         with phase("compiling"):
             pass
         show("digits", Event(job=job(), record=found[0], done=1, total=2))
-    told = capsys.readouterr().err
-    assert "compiling …\n" in told and "[1/2] dp-psasc: seed 3, rate 0.1, accuracy" in told
+    told = capsys.readouterr().err.splitlines()
+    assert told[:2] == ["digits …", "compiling …"] and told[2].startswith("[1/2 runs] dp-psasc: seed 3, rate 0.1, acc")
     with phase("compiling"):
         pass
     assert "compiling" not in capsys.readouterr().err
@@ -408,6 +408,6 @@ def test_a_bar_says_what_has_begun_and_of_how_many(monkeypatch):
     monkeypatch.setattr(terminal, "Console", lambda **_: console)
     with terminal.runs_bar(quiet=False) as show:
         show("digits", Event(job=job("dp-psasc-star", role="search"), done=3, total=40))
-        assert "3/40 dp-psasc-star: search" in screen.getvalue()
+        assert "3/40 runs, dp-psasc-star: search" in screen.getvalue()
         show("digits", Event(job=job("auto-s", seed=2), done=4, total=40))
-        assert "4/40 auto-s: seed 2" in screen.getvalue()
+        assert "4/40 runs, auto-s: seed 2" in screen.getvalue()

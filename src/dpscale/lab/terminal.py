@@ -5,14 +5,15 @@ Where there is no terminal, plain lines take the place of bars.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import rich.progress
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from dpscale.lab.progress import OnProgress, Progress
 
@@ -41,14 +42,6 @@ def tenths() -> Callable[[int, int], bool]:
     return due
 
 
-class _Speed(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        """So many of them in a second, or runs in a minute, once that is known."""
-        unit, speed = task.fields["unit"], task.speed or 0.0
-        each = f"{60 * speed:.1f} runs/min" if unit == "runs" else f"{speed:.0f} {unit}/s"
-        return Text(each if speed and unit != "bytes" else "")
-
-
 @contextmanager
 def _bar(title: str, quiet: bool) -> Iterator[Callable[..., None] | None]:
     """Changes a bar that has a state and the time left; None where nobody would see it."""
@@ -57,12 +50,12 @@ def _bar(title: str, quiet: bool) -> Iterator[Callable[..., None] | None]:
         yield None
         return
     ends = TextColumn("{task.description}"), BarColumn(bar_width=24)
-    shown = (*ends, TextColumn("{task.fields[state]}"), _Speed(), TimeRemainingColumn())
+    shown = (*ends, TextColumn("{task.fields[state]}"), TimeRemainingColumn())
     with rich.progress.Progress(*shown, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None, state="calibrating", unit="bytes")
+        task = bar.add_task(title, total=None, state="calibrating")
 
         def update(**changes: Any) -> None:
-            if changes.get("description", title) != bar.tasks[0].description:  # the time left is that of this one
+            if changes["description"] != bar.tasks[0].description:  # the time left is that of this one
                 bar.reset(task)
             bar.update(task, refresh=True, **changes)
 
@@ -70,25 +63,27 @@ def _bar(title: str, quiet: bool) -> Iterator[Callable[..., None] | None]:
 
 
 @contextmanager
-def progress(title: str, *, quiet: bool) -> Iterator[OnProgress]:
-    """A bar for what takes a while; without a terminal a line as each part of it begins, and at each tenth of that."""
-    what, percent, due, words = "", -1, tenths(), ""
+def progress(title: str, *, quiet: bool, each: bool = False) -> Iterator[OnProgress]:
+    """A bar for what takes a while; without a terminal a line as each part of it begins, and at each tenth of that, or
+    for ``each`` that is done."""
+    what, percent, done, due, words = "", -1, 0, tenths(), ""
     with _bar(title, quiet) as update:
 
         def show(now: Progress) -> None:
-            nonlocal what, percent, due, words
-            new, total = now.what != what, now.total or 0
-            what, due = now.what, tenths() if new else due
+            nonlocal what, percent, done, due, words
+            new, total, further = now.what != what, now.total or 0, now.done > done
+            what, done, due = now.what, now.done, tenths() if new else due
             tenth = bool(total and due(now.done, total))
-            if quiet or (update is None and not new and not tenth):
+            if quiet or (update is None and not new and not (further if each else tenth)):
                 return
-            if update is None or new or not total or 100 * now.done // total > percent:  # words may take a moment
-                percent, words = 100 * now.done // (total or 1), now.words()
-            state = f"{_count(now)}, {words}" if words else _count(now)
+            if update is None or each or new or not total or 100 * now.done // total > percent:
+                percent, words = 100 * now.done // (total or 1), now.words()  # which may take a moment
+            named = ": ".join(filter(None, (title, what)))
             if update is not None:
-                update(description=f"{title}: {what}", completed=now.done, total=now.total, state=state, unit=now.unit)
+                state = f"{_count(now)}, {words}" if words else _count(now)
+                update(description=named, completed=now.done, total=now.total, state=state)
             elif now.done or not total:
-                line(f"[{_count(now)}] {title}: {words or what}")
+                line(f"[{_count(now)}] {': '.join(filter(None, (title, words))) if words else named}")
             else:
                 line(f"{what} …")
 
@@ -103,24 +98,20 @@ def _count(now: Progress) -> str:
 
 @contextmanager
 def runs_bar(*, quiet: bool) -> "Iterator[Callable[[str, compare.Event], None]]":
-    """A bar over the runs of one experiment after the other; without a terminal a plain line per run; silent if
-    ``quiet``."""
+    """A bar over the runs of one experiment after the other, or a plain line per run."""
     from dpscale.engine.phases import listening
 
-    with _bar("", quiet) as update:
+    with progress("", quiet=quiet, each=True) as bar:
+        last = Progress("", 0, None, "runs")
 
         def show(name: str, now: "compare.Event") -> None:
-            told = f"{now.done}/{now.total} {_result(now)}"
-            if update is not None:
-                update(description=name, completed=now.done, total=now.total, state=told, unit="runs")
-            elif now.record is not None and not quiet:
-                line(f"[{now.done}/{now.total}] {_result(now)}")
+            nonlocal last
+            last = Progress(name, now.done, now.total, "runs", partial(_result, now))
+            bar(last)
 
         def wait(phase: str | None) -> None:
-            if update is not None:
-                update(state=phase or "training")
-            elif phase and not quiet:
-                line(f"{phase} …")
+            if phase:
+                bar(replace(last, what=phase, words=str))
 
         with listening(wait):
             yield show
