@@ -368,8 +368,10 @@ def _run(
     if dry_run:
         rows = paper.left(asked, how["repeats"], how["at_once"])
         runs, minutes = (sum(row[name] for row in rows) for name in ("runs", "minutes"))
-        told = (f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes" for row in rows)
-        show(as_json, {"plan": rows, "runs": runs, "minutes": stats.two_digits(minutes)}, *told)
+        total = {"preset": "all", "runs": runs, "minutes": stats.two_digits(minutes)}
+        each = [*rows, total] if len(rows) > 1 else rows
+        told = (f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes" for row in each)
+        show(as_json, {"plan": rows, "runs": runs, "minutes": total["minutes"]}, *told)
         raise typer.Exit
     deadline = None if budget is None else time.monotonic() + 60 * budget
     with terminal.runs_bar(quiet=as_json) as bar:
