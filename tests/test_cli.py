@@ -14,7 +14,7 @@ from dpscale.lab.stats import two_digits
 
 from .helpers import refuse, run
 
-TINY = ["--epochs", "1", "--batch", "64", "--lr", "0.1", "--workers", "1"]
+TINY = ["--epochs", "1", "--batch", "64", "--rate", "0.1", "--workers", "1"]
 MNIST = ["--delta", "1e-5", "--size", "60000", "--batch", "512"]
 ONE = ["--noise-multiplier", "1", "--steps", "1"]
 COMPARED = ("compare", "digits", *TINY, "--methods", "dp-sgd,dp-psasc")
@@ -174,7 +174,7 @@ def test_absurd_numbers_of_steps_are_refused(monkeypatch):
 
 
 def test_train_says_in_plain_lines_how_far_it_is_without_a_terminal(tmp_path):
-    arguments = ("train", "digits", "--epochs", "24", "--batch", "512", "--lr", "0.1", "--out", tmp_path, "--method")
+    arguments = ("train", "digits", "--epochs", "24", "--batch", "512", "--rate", "0.1", "--out", tmp_path, "--method")
     result = run(*arguments, "dp-psasc")
     assert result.stderr.startswith("checking …\n") and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stderr)
     assert "training loss" not in result.stdout
@@ -382,11 +382,11 @@ def test_commands_that_take_long_say_how_far_they_are_without_a_terminal(compare
         (("compare", "digits", "--set", "colour=1"), "'colour' parameter of dpscale must be left out: the values of"),
         (("compare", "digits", "held_out"), "=VALUE is missing"),
         (("compare", "digits", "grid=abc"), "'grid' parameter of Config must be a valid tuple. Got 'abc'"),
-        (("compare", "digits", "--lr", "0.5", "grid=[1]"), "Beside rate, grid would do nothing. Leave out one"),
+        (("compare", "digits", "--rate", "0.5", "grid=[1]"), "Beside rate, grid would do nothing. Leave out one"),
         (("compare", "digits", "--seeds", "0"), "--seeds"),
         (("compare", "digits", "--seeds", "many"), "--seeds must be how many"),
         (("compare", "digits", "--seeds", "2000"), "which, as 0,3,7, all below 1000. Got '2000'."),
-        (("compare", "digits", "--lr", "-1"), "'rates.non-private' parameter of Config must be greater than"),
+        (("compare", "digits", "--rate", "-1"), "'rates.non-private' parameter of Config must be greater than"),
         (("compare", "digits", "--batch", "5000", "--workers", "1"), "'batch' parameter of Poisson must be at most"),
         (("compare", "digits", "train_size=2", "--workers", "1"), "must be such that every class has a sample. Got 2"),
         (("compare", "digits", "--device", "cuda"), "'device' parameter of dpscale must be cpu, or cuda"),

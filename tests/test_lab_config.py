@@ -173,8 +173,8 @@ def test_every_preset_is_searched_with_several_seeds_and_takes_no_diagnostics():
 
 
 def test_values_are_read_in_every_form():
-    words = ["epochs=3", "--batch", "64", "--train-size=5", "--set", "held_out=0.2", "--no-tune", "--k0", "1",
-             "grid=[0.5, 1]", "note=mine", "encoder=null", "--lr", "0.5", 'augment={"mirror": 0.5}']  # fmt: skip
+    words = ["epochs=3", "--batch", "64", "--train-size=5", "--set", "held_out=0.2", "tune=false", "--K0", "1",
+             "grid=[0.5, 1]", "note=mine", "encoder=null", "--rate", "0.5", 'augment={"mirror": 0.5}']  # fmt: skip
     assert options.read(words) == {
         "epochs": 3, "batch": 64, "train_size": 5, "held_out": 0.2, "tune": False, "K0": 1, "grid": [0.5, 1],
         "note": "mine", "encoder": None, "rate": 0.5, "augment": {"mirror": 0.5},
