@@ -165,7 +165,7 @@ def test_the_papers_settings_come_to_known_noise(name, tight, by_rdp):
 
 def test_every_preset_is_searched_with_several_seeds_and_takes_no_diagnostics():
     for one in presets.PRESETS.values():
-        assert one.search_seeds >= 3 and one.widen >= 1 and not one.diagnostics
+        assert one.search_seeds >= 3 and one.widen >= 8 and not one.diagnostics
         one.require_fitting()
 
 

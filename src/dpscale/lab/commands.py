@@ -158,7 +158,7 @@ def tune(
 
     def told(done: int) -> None:
         if not as_json:
-            terminal.line(f"{done} tries done, {time.perf_counter() - start:.0f} s")
+            typer.echo(f"{done} tries done, {time.perf_counter() - start:.0f} s", err=True)
 
     chosen = Selection(tries=tries, shape=shape, score_noise=score_noise)
     with terminal.progress("this try", quiet=as_json) as bar:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import rich.progress
+import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 
 
 # -- bars ------------------------------------------------------------------------------------------------------
-
-
-def line(text: str) -> None:
-    """A plain line, for logs."""
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def tenths() -> Callable[[int, int], bool]:
@@ -83,9 +79,10 @@ def progress(title: str, *, quiet: bool, each: bool = False) -> Iterator[OnProgr
                 state = f"{_count(now)}, {words}" if words else _count(now)
                 update(description=named, completed=now.done, total=now.total, state=state)
             elif now.done or not total:
-                line(f"[{_count(now)}] {': '.join(filter(None, (title, words))) if words else named}")
+                told = ": ".join(filter(None, (title, words))) if words else named
+                typer.echo(f"[{_count(now)}] {told}", err=True)
             else:
-                line(f"{what} …")
+                typer.echo(f"{what} …", err=True)
 
         yield show
 
