@@ -16,7 +16,7 @@ import torch
 
 import harness
 from dpscale.lab import runner
-from dpscale.lab.presets import METHODS, PRESETS, method, preset
+from dpscale.lab.presets import METHODS, PRESETS
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.runner import Job
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="steps that are timed, default: 300")
     args = parser.parse_args()
     try:
-        config, chosen = preset(args.preset), method(args.method)
+        config, chosen = PRESETS[args.preset], METHODS[args.method]
     except ValueError as error:
         raise SystemExit(str(error)) from None
     if args.steps < 20:

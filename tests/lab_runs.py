@@ -7,7 +7,7 @@ from pathlib import Path
 from dpscale.lab import compare, paper, presets, records, runner, stats
 from dpscale.lab.presets import Choice, methods
 
-TINY = presets.preset("digits").replace(
+TINY = presets.PRESETS["digits"].replace(
     epochs=2, batch=256, grid=(0.05, 0.2), last_epochs=1, diagnostics=True, widen=0, search_seeds=2
 )
 

@@ -14,7 +14,7 @@ from dpscale.lab.stats import two_digits
 
 from .helpers import refuse, run
 
-TINY = ["--epochs", "1", "--batch", "64", "--lr", "0.1", "--workers", "1"]
+TINY = ["--epochs", "1", "--batch", "64", "--rate", "0.1", "--workers", "1"]
 MNIST = ["--delta", "1e-5", "--size", "60000", "--batch", "512"]
 ONE = ["--noise-multiplier", "1", "--steps", "1"]
 COMPARED = ("compare", "digits", *TINY, "--methods", "dp-sgd,dp-psasc")
@@ -68,8 +68,8 @@ GOES_ON = "What is finished is recorded; the same command goes on."
         ("compare digits", "compare.compare", GOES_ON),
         ("reproduce table2", "paper.experiments", GOES_ON),
         ("features cifar10 --encoder resnet50-imagenet", "data.load", "Nothing half-done was left behind; the same"),
-        ("data get mnist", "datasets.obtaining.get", "the same command begins again, a download where it stopped."),
-        ("data import mnist .", "datasets.obtaining.take", "No half-done data set was left behind; the same command"),
+        ("data get mnist", "datasets.stored.get", "the same command begins again, a download where it stopped."),
+        ("data import mnist .", "datasets.stored.take", "No half-done data set was left behind; the same command"),
     ],
 )
 def test_an_interrupt_promises_what_there_is(monkeypatch, tmp_path, command, place, told):
@@ -174,18 +174,18 @@ def test_absurd_numbers_of_steps_are_refused(monkeypatch):
 
 
 def test_train_says_in_plain_lines_how_far_it_is_without_a_terminal(tmp_path):
-    arguments = ("train", "digits", "--epochs", "24", "--batch", "512", "--lr", "0.1", "--out", tmp_path, "--method")
+    arguments = ("train", "digits", "--epochs", "24", "--batch", "512", "--rate", "0.1", "--out", tmp_path, "--method")
     result = run(*arguments, "dp-psasc")
     assert result.stderr.startswith("checking …\n") and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stderr)
     assert "training loss" not in result.stdout
-    form = re.compile(r"\[epoch (\d+)/24\] DP-PSASC: training loss \d+\.\d{3}, epsilon (\d\.\d\d)")
+    form = re.compile(r"\[(\d+)/68 steps\] DP-PSASC: training loss \d+\.\d{3}, epsilon (\d\.\d\d)")
     told = [form.fullmatch(line) for line in result.stderr.splitlines() if not line.endswith(" …")]
-    assert [int(found[1]) for found in told] == [3, 5, 8, 10, 12, 15, 17, 20, 22, 24]
+    assert [int(found[1]) for found in told] == [9, 15, 23, 29, 34, 43, 48, 57, 62, 68]
     spent = [float(found[2]) for found in told]
     assert spent == sorted(set(spent)) and spent[-1] == 3
     assert run(*arguments, "dp-psasc").stderr == ""  # found on disk
     plain = run(*arguments, "non-private").stderr.splitlines()
-    assert re.fullmatch(r"\[epoch 24/24\] Non-private SGD: training loss \d\.\d{3}", plain[-1])
+    assert re.fullmatch(r"\[68/68 steps\] Non-private SGD: training loss \d\.\d{3}", plain[-1])
 
 
 def test_train_writes_one_record_with_what_was_asked(tmp_path):
@@ -213,7 +213,9 @@ def test_compare_prints_json_alone_and_writes_records_and_report(compared):
     assert all(len(row["seeds"]) == 2 and row["half_width"] >= 0 for row in told["rows"])
     assert all(row["epsilon"] == pytest.approx(3, rel=1e-3) for row in told["rows"])
     assert told["verdict"] and told["seconds"] > 0
-    assert len(records.load(out)) == 4 and (out / "report.html").is_file()
+    assert len(records.load(out)) == 5 and (out / "report.html").is_file()
+    assert [r.method for r in records.load(out) if r.repeat] == ["dp-sgd"]  # one of them once more
+    assert "One and the same run, made 2 times, differs by" in told["verdict"]
     assert {p.suffix or p.name for p in out.iterdir()} == {".json", ".html"}
 
 
@@ -226,7 +228,8 @@ def test_compare_resumes_and_shows_a_table(compared, idle):
 def test_compare_says_one_plain_line_per_run_without_a_terminal(tmp_path):
     result = run("compare", "digits", *TINY, "--methods", "non-private", "--seeds", "2", "--out", tmp_path)
     lines = result.stderr.splitlines()
-    assert len(lines) == 2 and lines[0].startswith("[1/2] non-private: seed 0") and "\x1b" not in result.stderr
+    assert lines[0] == "digits …" and lines[1].startswith("[1/2 runs] non-private: seed 0") and len(lines) == 3
+    assert "\x1b" not in result.stderr
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0.01234, "0.012"), (1.49, "1.5"), (48.2, "48"), (131.0, "130")])
@@ -238,15 +241,15 @@ def test_a_dry_run_says_what_is_left_and_runs_nothing(compared, tmp_path, idle):
     told = told_by(*COMPARED, "--dry-run", "--seeds", "5", "--out", compared[0])
     assert told["runs"] == 6 and told["minutes"] > 0  # two seeds of each are there, and tell how long one takes
     fresh = run(*COMPARED, "--dry-run", "--seeds", "0,7", "--out", tmp_path / "new").stdout  # a few steps are timed
-    (minutes,) = re.fullmatch(r"digits +4 runs left, about ([\d.e-]+) minutes\n", fresh).groups()
+    (minutes,) = re.fullmatch(r"digits +5 runs left, about ([\d.e-]+) minutes\n", fresh).groups()
     assert float(minutes) > 0 and not (tmp_path / "new").exists()
     whole = told_by("reproduce", "table2", "--presets", "digits", "--dry-run", "--out", tmp_path)
-    assert whole["runs"] == 8 * 5 + 6 * (5 + 3 * 2) and whole["plan"][0]["preset"] == "digits"
+    assert whole["runs"] == 8 * 5 + 6 * (5 + 3 * 2) + 1 and whole["plan"][0]["preset"] == "digits"
 
 
 def test_a_budget_that_is_over_leaves_all_runs(tmp_path):
     told = run(*COMPARED, "--out", tmp_path, "--budget-minutes", "0", code=1)
-    assert "10 runs are left: the budget is spent. The same command goes on with them." in told.stderr
+    assert "11 runs are left: the budget is spent. The same command goes on with them." in told.stderr
 
 
 def test_report_is_made_anew_packs_records_and_writes_tables(compared, tmp_path):
@@ -312,7 +315,7 @@ def test_a_spent_budget_is_told_and_the_same_command_goes_on_and_draws(tmp_path)
     out, words = tmp_path / "paper", ("--presets", "digits", "--methods", "dp-sgd,dp-psasc", "--seeds", "1")
     words = (*words, "--epochs", "1", *TINY[-2:], "search_seeds=1", "widen=0", "grid=[1.2,2.5]", "--out", out)
     result = run("reproduce", "table2", *words, "--budget-minutes", "0")
-    assert "6 runs are left: the budget is spent" in result.stdout and "Report:" not in result.stdout
+    assert "7 runs are left: the budget is spent" in result.stdout and "Report:" not in result.stdout
     assert not list(out.rglob("*.json"))
     told = told_by("reproduce", "table2", *words)
     assert told["left"] == 0 and [row["method"] for row in told["experiments"][0]["rows"]] == ["dp-sgd", "dp-psasc"]
@@ -358,6 +361,15 @@ def test_table1_is_of_the_papers_presets(monkeypatch):
     assert "must be experiments of the paper, which are mnist, fashion-mnist" in line and "Got 'digits'" in line
 
 
+def test_commands_that_take_long_say_how_far_they_are_without_a_terminal(compared):
+    audit = ("audit", "--size", "300", "--delta", "1e-5", "--sampler", "full-batch", "--steps", "4", "--epsilon", "4")
+    assert "[1/4 steps] audit: training on canaries\n" in run(*audit, "--canaries", "200", "--seed", "0").stderr
+    told = run("reproduce", "table1", "--presets", "mnist").stderr
+    assert told == "[1/1 experiments] settings: noise multipliers\n"
+    assert run("report", compared[0]).stderr == "[1/1 experiments] report: drawing\n"
+    assert run("report", compared[0], "--json").stderr == ""
+
+
 # -- what is refused before the work ---------------------------------------------------------------------------
 
 
@@ -370,11 +382,11 @@ def test_table1_is_of_the_papers_presets(monkeypatch):
         (("compare", "digits", "--set", "colour=1"), "'colour' parameter of dpscale must be left out: the values of"),
         (("compare", "digits", "held_out"), "=VALUE is missing"),
         (("compare", "digits", "grid=abc"), "'grid' parameter of Config must be a valid tuple. Got 'abc'"),
-        (("compare", "digits", "--lr", "0.5", "grid=[1]"), "Beside rate, grid would do nothing. Leave out one"),
+        (("compare", "digits", "--rate", "0.5", "grid=[1]"), "Beside rate, grid would do nothing. Leave out one"),
         (("compare", "digits", "--seeds", "0"), "--seeds"),
         (("compare", "digits", "--seeds", "many"), "--seeds must be how many"),
         (("compare", "digits", "--seeds", "2000"), "which, as 0,3,7, all below 1000. Got '2000'."),
-        (("compare", "digits", "--lr", "-1"), "'rates.non-private' parameter of Config must be greater than"),
+        (("compare", "digits", "--rate", "-1"), "'rates.non-private' parameter of Config must be greater than"),
         (("compare", "digits", "--batch", "5000", "--workers", "1"), "'batch' parameter of Poisson must be at most"),
         (("compare", "digits", "train_size=2", "--workers", "1"), "must be such that every class has a sample. Got 2"),
         (("compare", "digits", "--device", "cuda"), "'device' parameter of dpscale must be cpu, or cuda"),
@@ -415,9 +427,9 @@ def test_a_missing_data_set_names_the_command_that_gets_it(tmp_path, idle, monke
     line = refuse("features", "cifar10", "--encoder", "resnet50-imagenet", "--data", tmp_path / "none")
     assert f"Run 'dpscale data get cifar10 --data {tmp_path / 'none'}'" in line and not list(tmp_path.iterdir())
     (tmp_path / "mnist").mkdir()
-    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").touch()
+    (tmp_path / "mnist" / "train-images.npy").touch()
     line = refuse("reproduce", "table2", "--presets", "digits,mnist", "--data", tmp_path, "--out", tmp_path / "out")
-    assert f"The file {tmp_path / 'mnist' / 'train-images-idx3-ubyte'} is missing. Run 'dpscale data get mnist" in line
+    assert f"The file {tmp_path / 'mnist' / 'manifest.json'} is missing, or not of mnist" in line
 
 
 # -- as a process ----------------------------------------------------------------------------------------------

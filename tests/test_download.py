@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from dpscale.lab.datasets import download
-from dpscale.lab.datasets.download import DownloadError, Interrupted, fetch
+from dpscale.lab.datasets import fetching
+from dpscale.lab.datasets.fetching import DownloadError, Interrupted, fetch
 
 BODY = bytes(range(256)) * 4000  # about a megabyte: several chunks
 
@@ -58,7 +58,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(download, "PAUSE", 0.0)
+    monkeypatch.setattr(fetching, "PAUSE", 0.0)
     server = Server()
     yield server
     server.close()
@@ -80,7 +80,7 @@ def begun(server, tmp_path, monkeypatch):
     """A download that was cut after 300,000 bytes."""
     server.cut = 300_000
     with monkeypatch.context() as patch, pytest.raises(Interrupted, match=r"cut after 300000 of 1024000 bytes\. The s"):
-        patch.setattr(download, "ATTEMPTS", 1)
+        patch.setattr(fetching, "ATTEMPTS", 1)
         fetch(server.url, tmp_path / "data.bin")
     assert names(tmp_path) == ["data.bin.X.part"] and server.asked == [None]
     server.cut = None
@@ -114,7 +114,7 @@ def test_a_refusal_is_told(server, tmp_path, status):
 
 
 def test_nobody_there_is_told_at_once(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(download.time, "sleep", pytest.fail)
+    monkeypatch.setattr(fetching.time, "sleep", pytest.fail)
     server.close()
     with pytest.raises(Interrupted, match=r"cannot be reached, or was cut \(Connection refused\)"):
         fetch(server.url, tmp_path / "data.bin")
@@ -124,7 +124,7 @@ def test_nobody_there_is_told_at_once(server, tmp_path, monkeypatch):
 def test_a_server_that_says_nothing_counts_as_gone(server, tmp_path, monkeypatch):
     wait = threading.Event()
     monkeypatch.setattr(server, "answer", lambda request: wait.wait(10))
-    monkeypatch.setattr(download, "TIMEOUT", 0.1)
+    monkeypatch.setattr(fetching, "TIMEOUT", 0.1)
     with pytest.raises(Interrupted, match="cannot be reached"):
         fetch(server.url, tmp_path / "data.bin")
     wait.set()
@@ -143,7 +143,7 @@ def test_one_call_goes_on_by_itself_so_many_times(server, tmp_path, monkeypatch)
     get(server, tmp_path)
     assert server.asked == [None, "bytes=400000-", "bytes=800000-"]
     (tmp_path / "data.bin").unlink()
-    monkeypatch.setattr(download, "ATTEMPTS", 2)
+    monkeypatch.setattr(fetching, "ATTEMPTS", 2)
     with pytest.raises(Interrupted, match="cut after 800000 of"):
         fetch(server.url, tmp_path / "data.bin")
 

@@ -15,8 +15,9 @@ import torch
 from dpscale.lab import encoders, runner
 from dpscale.lab.data import Data
 from dpscale.lab.datasets import stored
-from dpscale.lab.datasets.disk import VARIABLE, Progress, checksum, data_folder
-from dpscale.lab.features import ENCODERS, Encoder, encoder, extract, features, prepare, read, write
+from dpscale.lab.datasets.disk import VARIABLE, checksum, data_folder
+from dpscale.lab.features import ENCODERS, Encoder, extract, features, prepare, read, write
+from dpscale.lab.progress import Progress
 
 from .helpers import refuse, run
 
@@ -72,7 +73,7 @@ def tiny(tmp_path, monkeypatch):
 
 
 def made(folder, **changes):
-    return extract(**{"data": data(), "encoder_": "tiny", "folder": folder, "size": 32, "device": "cpu", **changes})
+    return extract(**{"data": data(), "encoder": "tiny", "folder": folder, "size": 32, "device": "cpu", **changes})
 
 
 def reused(folder, **changes):
@@ -506,7 +507,7 @@ def test_weights_that_make_no_features_are_refused(tiny, tmp_path, value):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"encoder_": "resnet51"}, r"There is no encoder 'resnet51'\. There are: simclrv2-r50-2x-sk1, resnet50-im"),
+        ({"encoder": "resnet51"}, "'encoder' parameter of dpscale must be one of: simclrv2-r50-2x-sk1, resnet50-im"),
         ({"checkpoint": Path("absent.pth")}, r"No such file or directory: 'absent\.pth'"),
         ({"data": dataclasses.replace(data(), train_images=torch.ones(5, 1, 8, 8))}, r"'Tiny Images' has \(5, 1, 8, 8"),
     ],
@@ -554,7 +555,7 @@ def test_fetching_what_is_not_it(tmp_path, monkeypatch, script, text):
 
 @pytest.mark.skipif(not REAL.is_file(), reason="the weights have not been fetched")
 def test_the_real_weights_fit():
-    model = encoder("resnet50-imagenet").load(REAL)
+    model = ENCODERS["resnet50-imagenet"].load(REAL)
     with torch.no_grad():
         found = model(prepare(images(1, size=32), 64))
     assert found.shape == (1, 2048) and 0.1 < found.mean() < 2
@@ -617,7 +618,7 @@ def test_an_encoder_that_is_too_large_is_one_line(tiny, tmp_path, loading, monke
 def test_refusals_of_the_command_are_one_line(tiny, tmp_path, loading):
     (tmp_path / "x.pth").write_text("hello")
     for words, text in (
-        (("--encoder", "nope"), "There is no encoder 'nope'"),
+        (("--encoder", "nope"), "'encoder' parameter of dpscale must be one of"),
         (("--encoder", "simclrv2-r50-2x-sk1"), "in no package registry"),
         (("--encoder", "resnet50-imagenet", "--checkpoint", tmp_path / "x.pth"), "cannot be read as tensors alone"),
         (("--encoder", "tiny", "--device", "abacus"), "'device' parameter of dpscale must be cpu, or cuda"),

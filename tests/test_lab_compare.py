@@ -21,10 +21,10 @@ import torch
 from scipy import stats as scipy_stats
 
 from dpscale.engine.phases import listening
-from dpscale.lab import compare, paper, records, runner, stats, workers
+from dpscale.lab import compare, paper, records, report, runner, stats, workers
 from dpscale.lab.presets import METHODS, SEARCH_SEED, Choice, methods
 
-from .lab_runs import NAMED, TINY, job
+from .lab_runs import NAMED, TINY, experiment, job
 
 # -- records ---------------------------------------------------------------------------------------------------
 
@@ -260,6 +260,21 @@ def test_the_grid_grows_for_all_methods_until_the_best_is_inside(tmp_path, prete
     capped = compare.compare(config.replace(widen=1), methods("dp-sgd"), [0], tmp_path / "capped", at_once=1)
     told = stats.verdict(stats.summarize(capped.records))
     assert capped.records[0].choice["rate"] == 1.6 and "a larger one might be better" in told
+
+
+@pytest.mark.parametrize(("best", "left_out"), [(0.1, {"psac-lr-over-s"}), (0.4, set())])
+def test_a_control_that_is_another_method_is_not_run(tmp_path, pretend, found, best, left_out):
+    """PSAC at lr/s takes the steps of DP-PSAC where both chose one rate: to compare both would count it twice."""
+    rates = {"dp-psac": best, "dp-psasc": 0.1}
+    ran = pretend(lambda job: float(job.choice.rate == rates.get(job.method, 0.1)))
+    config = TINY.replace(grid=(0.1, 0.4), search_seeds=1, diagnostics=False)
+    named = methods("dp-psac,dp-psasc,psac-lr-over-s,psac-r-over-s")
+    done = compare.compare(config, named, [0, 1], tmp_path, at_once=1)
+    assert done.left == 0 and {one.name for one in named} - {r.method for r in done.records} == left_out
+    same = {(str(METHODS[j.method].scaling(config)), j.learning_rate) for j in ran if j.role == "final"}
+    assert len(same) == len({r.method for r in done.records})
+    records_ = [r.replace(title=METHODS[r.method].title, scaling=None) for r in done.records]
+    assert ("DP-PSAC stands for PSAC at lr/s" in report.page([experiment(*records_)])) == bool(left_out)
 
 
 def test_the_best_tries_get_the_other_seeds(tmp_path, pretend):

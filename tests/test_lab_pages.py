@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from dpscale.engine.phases import phase
-from dpscale.lab import figures, paper, presets, records, report, runner, stats, terminal
+from dpscale.lab import figures, paper, presets, records, report, stats, terminal
 from dpscale.lab.compare import Event
 from dpscale.lab.presets import METHODS, Choice
+from dpscale.lab.progress import Progress
 
 from .helpers import run as run_command
 from .lab_runs import TINY, experiment, job
@@ -67,7 +68,7 @@ def test_each_baseline_has_a_panel_with_the_same_axes(found):
 
 
 def test_a_panel_loses_no_step(found):
-    figure = figures.gradient_similarity(found, "dp-sgd")
+    figure = figures.similarity(found, "dp-sgd").figure
     shares = [patch.get_data() for patch in figure.axes[0].patches]
     assert len(shares) == 4  # a filled and a plain one for either method
     for values, edges, _ in shares:
@@ -79,7 +80,7 @@ def test_cosines_below_a_panel_stay_apart(found, half):
     counts = {"steps": 3, "mean": 0.0, "bin_width": 0.001, "cosine": [-half, 0.0, half], "counts": [1, 1, 1]}
     chosen = [r for r in found if r.diagnostics and r.diagnostics["similarity"]]
     chosen = [r.replace(diagnostics={**r.diagnostics, "similarity": counts}) for r in chosen]
-    figure = figures.gradient_similarity(chosen, "dp-sgd")
+    figure = figures.similarity(chosen, "dp-sgd").figure
     figures.png(figure)  # which places the labels
     places = [label.get_window_extent() for label in figure.axes[0].get_xticklabels() if label.get_text()]
     assert len(places) > 2
@@ -87,7 +88,7 @@ def test_cosines_below_a_panel_stay_apart(found, half):
 
 
 def test_mean_weights_are_those_of_the_records(found):
-    axes = figures.mean_weights(found).axes[0]
+    axes = figures.mean_weights(found).figure.axes[0]
     (line,) = axes.lines  # DP-SGD is no part of it
     wanted = np.mean([r.diagnostics["mean_weight"] for r in found if r.method == "dp-psasc"], axis=0)
     assert line.get_label() == "DP-PSASC" and line.get_ydata() == pytest.approx(wanted)
@@ -228,7 +229,7 @@ def test_experiments_are_found_in_the_papers_order(several, folder, found):
 
 
 def test_the_report_of_several_sets_the_papers_figures_beside_ours(several, monkeypatch):
-    monkeypatch.setattr(figures, "_looking_past_the_noise", lambda _: [])
+    monkeypatch.setattr(figures, "norms", lambda _: None)
     found = paper.load(several)
     text = report.write_all(several, found).read_text(encoding="utf-8")
     assert alone(text) and text.count("<h1>") == 1 and text.count("<section") == 2
@@ -244,7 +245,7 @@ def test_the_report_of_several_sets_the_papers_figures_beside_ours(several, monk
     verdicts = text[text.index('class="verdicts"') : text.index("<svg")]
     for one in found[:2]:
         assert escape(stats.headline(one.rows)) in verdicts and (several / one.preset / "report.html").is_file()
-    assert report.NOT_FINISHED in verdicts
+    assert paper.NOT_FINISHED in verdicts
     ids = re.findall(r'\bid="([^"]*)"', text)
     assert len(ids) == len(set(ids))
 
@@ -252,8 +253,8 @@ def test_the_report_of_several_sets_the_papers_figures_beside_ours(several, monk
 def test_untuned_rates_are_said_with_the_verdict(several, undrawn):
     (one, *_) = paper.load(several)
     given = dataclasses.replace(one, records=[r.replace(search=None) for r in one.records])
-    assert report.verdict(one) == stats.verdict(one.rows)
-    assert report.verdict(given) == f"{stats.verdict(one.rows)} Rates were given, not searched."
+    assert one.verdict == stats.verdict(one.rows)
+    assert given.verdict == f"{stats.verdict(one.rows)} Rates were given, not searched."
     assert "The rates were given, not searched in this run" in report.page([given])
 
 
@@ -299,7 +300,7 @@ def test_the_results_page_has_every_table(several, tmp_path):
                 f"{row.noise_multiplier:.4f}" if row.epsilon else "—"
             )
         assert stats.verdict(one.rows) in part and one.records[0].versions["torch"] in part and "\ntiny\n" in part
-    assert "features of resnet50-imagenet, 1 run left" in text and report.NOT_FINISHED in text
+    assert "features of resnet50-imagenet, 1 run left" in text and paper.NOT_FINISHED in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| ")}
     assert widths == {6, 10}  # the table of all, and those of each
     starred = [dataclasses.replace(row, title="DP-PSASC*") for row in found[0].rows]
@@ -321,61 +322,61 @@ def test_a_name_from_a_record_is_no_markup(found, undrawn):
 # -- terminal --------------------------------------------------------------------------------------------------
 
 
-def printed(table):
+def printed(monkeypatch, show, *arguments):
     stream = io.StringIO()
-    Console(file=stream, width=80, highlight=False).print(table)
-    return stream.getvalue()
+    monkeypatch.setattr(terminal, "Console", lambda **_: Console(file=stream, width=80, highlight=False))
+    show(*arguments)
+    text = stream.getvalue()
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80, text
+    return text
 
 
-def test_tables_are_whole_at_80_columns(several):
+def test_tables_are_whole_at_80_columns(several, monkeypatch):
     found = paper.load(several)
-    wide = [dataclasses.replace(r, title="Non-private SGD", test_size=10_000, half_width=0.1234) for r in found[0].rows]
     long = {"rate": 0.25, "gamma1": 0.1, "K0": 2, "gamma0": 0.5}
-    cases = {
-        "accuracies": terminal.accuracies([dataclasses.replace(found[1], rows=wide), *found]),
-        "comparison": terminal.comparison("title", [dataclasses.replace(r, choice=long, seconds=1234.5) for r in wide]),
-        "settings": terminal.settings(
-            [
-                dict(preset=name, samples=162_079, batch=1024, epochs=60, C=0.25, r=1e-3, s=0.55, epsilon=9.0,
-                     delta=5e-6, noise_multiplier=1.96912, noise_multiplier_rdp=2.10819,
-                     encoder=presets.preset(name).encoder)
-                for name in paper.PRESETS
-            ]
-        ),
-    }  # fmt: skip
-    for name, table in cases.items():
-        text = printed(table)
-        assert "…" not in text and max(map(len, text.splitlines())) <= 80, f"{name}:\n{text}"
-    told = printed(cases["settings"])
-    assert "1.9691" in told and "5e-6" in told and "features of resnet50-imagenet" in told
-    told = printed(terminal.accuracies(found))
+    wide = {"title": "Non-private SGD", "test_size": 10_000, "half_width": 0.1234, "choice": long}
+    one = dataclasses.replace(found[1], rows=[dataclasses.replace(row, **wide) for row in found[0].rows])
+    told = printed(monkeypatch, terminal.results, "title", [one, *found], "paper")
     assert "97.35%" in told and "features of resnet50-imagenet" in told and "unfinished, 1 run left" in told
+    told = printed(monkeypatch, terminal.results, "title", [one], "rate, momentum")
+    assert "0.25, γ1 0.1, K0 2, γ0 0.5" in told and "preset" not in told
+    settings = [
+        dict(preset=name, samples=162_079, batch=1024, epochs=60, C=0.25, r=1e-3, s=0.55, epsilon=9.0,
+             delta=5e-6, noise_multiplier=1.96912, noise_multiplier_rdp=2.10819,
+             encoder=presets.PRESETS[name].encoder)
+        for name in paper.PRESETS
+    ]  # fmt: skip
+    told = printed(monkeypatch, terminal.settings, settings)
+    assert "1.9691" in told and "5e-6" in told and "features of resnet50-imagenet" in told
+
+
+def steps(what, done, words=str):
+    return Progress(what, done, 20, "steps", words)
 
 
 def test_the_bar_says_what_a_run_waits_for(monkeypatch):
-    shown = io.StringIO()
+    shown, asked = io.StringIO(), []
     monkeypatch.setattr(terminal, "Console", lambda **_: Console(file=shown, force_terminal=True, color_system=None))
-    waiting = {"step": 0, "steps": 20, "epoch": 0, "epochs": 2, "loss": float("nan"), "plan": None, "delta": 1e-5}
-    with terminal.run_bar("a run", quiet=False) as show:
-        show(runner.Progress(**waiting, phase="compiling"))
-        assert re.search(r"a run.* 0/20 compiling", shown.getvalue())
-        show(runner.Progress(**waiting))
-        assert re.search(r"a run.* 0/20 training", shown.getvalue())
-        show(runner.Progress(**waiting | {"step": 10, "epoch": 1, "loss": 0.5}))
-    assert re.search(r"a run.* 10/20 training loss 0.500", shown.getvalue())
+    with terminal.progress("a run", quiet=False) as show:
+        for what in ("compiling", "training"):
+            show(steps(what, 0))
+            assert re.search(rf"a run: {what}.* 0/20 steps", shown.getvalue())
+        for _ in range(3):  # once a percent: words may take a moment
+            show(steps("training", 10, lambda: asked.append("loss") or "training loss 0.500"))
+    assert re.search(r"a run: training.* 10/20 steps, training loss 0.500", shown.getvalue()) and asked == ["loss"]
 
 
 def test_lines_say_what_a_run_waits_for_where_there_is_no_terminal(capsys):
-    waiting = {"step": 0, "steps": 20, "epoch": 0, "epochs": 2, "loss": float("nan"), "plan": None, "delta": 1e-5}
-    with terminal.run_bar("a run", quiet=False) as show:
-        for phase in ("tracing", "compiling", None):
-            show(runner.Progress(**waiting, phase=phase))
-        assert capsys.readouterr() == ("", "tracing …\ncompiling …\n")
-        show(runner.Progress(**waiting | {"step": 10, "epoch": 1, "loss": 0.5}))
-        assert capsys.readouterr() == ("", "[epoch 1/2] a run: training loss 0.500\n")
-    with terminal.run_bar("a run", quiet=True) as show:
-        show(runner.Progress(**waiting, phase="compiling"))
-        show(runner.Progress(**waiting | {"step": 10, "epoch": 1, "loss": 0.5}))
+    with terminal.progress("a run", quiet=False) as show:
+        for what in ("tracing", "compiling", "training"):
+            show(steps(what, 0))
+        assert capsys.readouterr() == ("", "tracing …\ncompiling …\ntraining …\n")
+        for done in (10, 11):
+            show(steps("training", done, lambda: "training loss 0.500"))
+        assert capsys.readouterr() == ("", "[10/20 steps] a run: training loss 0.500\n")
+    with terminal.progress("a run", quiet=True) as show:
+        show(steps("compiling", 0))
+        show(steps("training", 10, lambda: pytest.fail("nobody sees it")))
     assert capsys.readouterr() == ("", "")
 
 
@@ -393,8 +394,8 @@ def test_lines_say_how_far_several_experiments_are_and_nobody_listens_after(foun
         with phase("compiling"):
             pass
         show("digits", Event(job=job(), record=found[0], done=1, total=2))
-    told = capsys.readouterr().err
-    assert "compiling …\n" in told and "[1/2] dp-psasc: seed 3, rate 0.1, accuracy" in told
+    told = capsys.readouterr().err.splitlines()
+    assert told[:2] == ["digits …", "compiling …"] and told[2].startswith("[1/2 runs] dp-psasc: seed 3, rate 0.1, acc")
     with phase("compiling"):
         pass
     assert "compiling" not in capsys.readouterr().err
@@ -407,6 +408,6 @@ def test_a_bar_says_what_has_begun_and_of_how_many(monkeypatch):
     monkeypatch.setattr(terminal, "Console", lambda **_: console)
     with terminal.runs_bar(quiet=False) as show:
         show("digits", Event(job=job("dp-psasc-star", role="search"), done=3, total=40))
-        assert "3/40 dp-psasc-star: search" in screen.getvalue()
+        assert "3/40 runs, dp-psasc-star: search" in screen.getvalue()
         show("digits", Event(job=job("auto-s", seed=2), done=4, total=40))
-        assert "4/40 auto-s: seed 2" in screen.getvalue()
+        assert "4/40 runs, auto-s: seed 2" in screen.getvalue()

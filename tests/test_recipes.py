@@ -88,7 +88,7 @@ def job(config, method="dp-psac"):
     return runner.Job(config=config, method=method, seed=0, choice=choice, noise_multiplier=1.0)
 
 
-VIEWED = presets.preset("digits").replace(views=3, augment={"shift": 1.0, "rotate": 10.0}, batch=480, epochs=1)
+VIEWED = presets.PRESETS["digits"].replace(views=3, augment={"shift": 1.0, "rotate": 10.0}, batch=480, epochs=1)
 
 
 def test_a_samples_gradient_is_the_mean_over_its_views():
@@ -122,7 +122,7 @@ def test_a_run_trains_on_views(method, monkeypatch):
 
 
 def test_records_from_before_there_were_recipes_are_those_without():
-    config = presets.preset("digits").to_dict()
+    config = presets.PRESETS["digits"].to_dict()
     before = {name: value for name, value in config.items() if name not in ("views", "augment", "standardize")}
     assert records.asked(config, "final") == records.asked(before, "final")
     viewed = VIEWED.replace(standardize=True).to_dict()

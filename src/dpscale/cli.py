@@ -313,6 +313,8 @@ def audit(
         raise ValueError("Give either --epsilon or --noise-multiplier.")
     from dpscale.audit import audit as measure
     from dpscale.lab import device as place
+    from dpscale.lab.progress import Progress
+    from dpscale.lab.terminal import progress
     from dpscale.scaling import RULES
 
     place.require_there(device)
@@ -321,10 +323,12 @@ def audit(
     planned = dataclasses.replace(planned, scaling=RULES[rule.value]())
     if epsilon is not None:
         planned = planned.calibrate(epsilon=epsilon, delta=delta)
-    report = measure(
-        planned, canaries=canaries, runs=runs, delta=delta, confidence=confidence, seed=seed, device=device,
-        noise=None if noise is None else noise.value,
-    )  # fmt: skip
+    with progress("audit", quiet=as_json) as bar:
+        report = measure(
+            planned, canaries=canaries, runs=runs, delta=delta, confidence=confidence, seed=seed, device=device,
+            noise=None if noise is None else noise.value,
+            on_step=lambda done: bar(Progress("training on canaries", done, runs * (planned.steps or 0), "steps")),
+        )  # fmt: skip
     if picture is not None:
         report.picture(picture)
     if as_json:

@@ -48,7 +48,7 @@ MakePrivate = Callable[[Dataset[Any]], tuple[Private, LossFn]]
 def audit(
     subject: Plan | MakePrivate, data: Dataset[Any] | None = None, *, canaries: int | None = None, runs: int = 1,
     delta: float | None = None, confidence: float = 0.95, seed: int | None = None, inserted: Dataset[Any] | None = None,
-    device: str = "cpu", **options: Any,
+    device: str = "cpu", on_step: Callable[[int], None] = lambda done: None, **options: Any,
 ) -> AuditReport:  # fmt: skip
     """Measure how much of the claimed ε can be shown to be spent, and whether anything speaks against the claim.
 
@@ -67,6 +67,7 @@ def audit(
         seed: makes it reproducible; None for the operating system's randomness. On several ranks one must be given.
         inserted: for a function: canaries to add to the data (mislabelled samples, say) instead of some of its own.
         device: for a plan: where to train; noise, kernels and compiled steps are other ones on a GPU.
+        on_step: for a plan: called after each step with how many are done, over all runs.
         options: for a plan: what `privatize` takes besides (``micro_batch``, ``compile``).
 
     Example:
@@ -88,7 +89,7 @@ def audit(
         count = min(60_000, size * 9 // 10) if canaries is None else canaries
         _require_canaries(count, size)
         _require_ranks(subject, seed)
-        traces = [_white_box(subject, count, seed, run, device, options) for run in range(runs)]
+        traces = [_white_box(subject, count, seed, run, device, on_step, options) for run in range(runs)]
         return _report_white_box(subject, traces, delta, confidence, started)
     makes = callable(subject) and not isinstance(subject, nn.Module)
     action = "It is called with data: make_private(data) -> (private, loss_fn)."
@@ -214,7 +215,10 @@ def _outer(momentum: Momentum | None) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _white_box(plan: Plan, canaries: int, seed: int | None, run: int, device: str, options: dict[str, Any]) -> Trace:
+def _white_box(
+    plan: Plan, canaries: int, seed: int | None, run: int, device: str, on_step: Callable[[int], None],
+    options: dict[str, Any],
+) -> Trace:  # fmt: skip
     """One run on canaries, through the public path, as somebody sees it who reads every release."""
     data, inside, adds = _canary_data(plan, canaries, np.random.default_rng(None if seed is None else [seed, run]))
     data = TensorDataset(*(tensor.to(device) for tensor in data.tensors))
@@ -231,6 +235,7 @@ def _white_box(plan: Plan, canaries: int, seed: int | None, run: int, device: st
         release, before = adversary.see(before - after, drawn), after
         signals.append(float(adds @ release[:canaries]))
         blanks.append(release[canaries:])
+        on_step(run * (plan.steps or 0) + private.steps_taken)
     return Trace(adversary.scores, inside, adds, adversary.totals, np.array(signals), np.array(blanks))
 
 

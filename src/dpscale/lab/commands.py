@@ -18,7 +18,8 @@ from dpscale.lab import options
 from dpscale.lab.options import PRESET, SETTINGS, Device, Folder, Json, Preset, Values, configured, read, show
 
 if TYPE_CHECKING:
-    from dpscale.lab.paper import Asked, Experiment
+    from dpscale.lab.paper import Experiment
+    from dpscale.lab.presets import Config
 
 MOST_SEEDS = 1000  # final runs are below it; the next one is `presets.SEARCH_SEED`
 Out = Annotated[Path | None, typer.Option(help="Folder of records and report; default: runs/PRESET.")]
@@ -35,7 +36,14 @@ Seeds = Annotated[
 Budget = Annotated[
     float | None, typer.Option(min=0, help="Begin no run that would not end within so many minutes. Resumes later.")
 ]
-Repeats = Annotated[int, typer.Option(min=0, help="Run one of them so many times more: the noise of the machine.")]
+Repeats = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Run one of them so many times more, for the noise of the machine; default: once, and "
+        "with a ledger, or where nothing is compared, never.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say how many runs are left and how long they take; run none.")]
 PresetList = Annotated[str | None, typer.Option("--presets", help="Comma-separated names; default: the paper's five.")]
 PaperOut = Annotated[Path, typer.Option(help="Folder of records, tables and report.")]
@@ -92,10 +100,11 @@ def train(
     if target is not None or test is not None:
         raise ValueError("--target and --test are for data of your own. Leave them out, or the name of the preset.")
     from dpscale.lab import compare, presets, terminal
+    from dpscale.lab.settings import named
 
-    chosen, folder = presets.method(method or "dp-psasc"), out or Path("runs") / config.preset
+    chosen, folder = named(presets.METHODS, "method", method or "dp-psasc"), out or Path("runs") / config.preset
     options.require_writable(folder)
-    with terminal.run_bar(chosen.title, quiet=as_json) as bar:
+    with terminal.progress(chosen.title, quiet=as_json) as bar:
         record = compare.train(config, chosen, seed or 0, folder, ledger=ledger, command=_command(), on_progress=bar)
     spent = "" if record.epsilon is None else f", epsilon {record.epsilon:.3f} at delta {record.delta:g}"
     told = f"{record.title}: test accuracy {100 * record.accuracy:.1f}%{spent}, {record.seconds:.1f} s"
@@ -114,7 +123,7 @@ def _train_own(given: dict[str, Any], out: Path, device: str | None, as_json: bo
     from dpscale.lab import own, terminal
 
     place.use(device)
-    with terminal.run_bar("training", quiet=as_json) as bar:
+    with terminal.progress("train", quiet=as_json) as bar:
         found = own.train(out, **given, **asked, on_progress=bar)
     told = f"epsilon {found['epsilon']:.3f} at delta {found['delta']:g}"
     told += f", test accuracy {found['test_accuracy']:.1%}" if asked["test"] else ""
@@ -149,10 +158,10 @@ def tune(
 
     def told(done: int) -> None:
         if not as_json:
-            terminal.line(f"{done} tries done, {time.perf_counter() - start:.0f} s")
+            typer.echo(f"{done} tries done, {time.perf_counter() - start:.0f} s", err=True)
 
     chosen = Selection(tries=tries, shape=shape, score_noise=score_noise)
-    with terminal.run_bar("this try alone", quiet=as_json) as bar:
+    with terminal.progress("this try", quiet=as_json) as bar:
         found = selection.select(config, chosen, folder, seed, told, ledger, bar)
     if (state := found.pop("state", None)) is not None:
         torch.save(state, folder / "model.pt")
@@ -171,7 +180,7 @@ def tune(
 
 def compare(
     preset: Preset, values: Values = None, methods: Methods = None, seeds: Seeds = None, out: Out = None,
-    ledger: LedgerFile = None, budget_minutes: Budget = None, repeats: Repeats = 0, workers: Workers = None,
+    ledger: LedgerFile = None, budget_minutes: Budget = None, repeats: Repeats = None, workers: Workers = None,
     dry_run: DryRun = False, as_json: Json = False, data: Folder = None, device: Device = None,
 ) -> None:  # fmt: skip
     """Compare methods over seeds, print a table, and write records and report.html. Resumes where it left off.
@@ -182,20 +191,19 @@ def compare(
       dpscale compare mnist epochs=10 model=gelu_cnn --dry-run
     """
     start, config = time.perf_counter(), configured(preset, read(values or []), data, device)
-    from dpscale.lab import presets, report, terminal
+    from dpscale.lab import report, terminal
 
-    folder, numbers = out or Path("runs") / config.preset, _seeds(seeds) or list(range(5))
-    options.require_writable(folder)
-    asked = [(config, presets.methods(methods, config), numbers, folder)]
-    (one,) = _run(asked, folder, ledger, budget_minutes, repeats, workers, dry_run, as_json)
+    folder, again = out or Path("runs") / config.preset, (ledger is None) if repeats is None else repeats
+    how = {"ledger": ledger, "repeats": again, "at_once": workers}
+    (one,) = _run([(config, folder)], methods, seeds, budget_minutes, dry_run, as_json, how)
     if not one.records:
         typer.echo(_LEFT.format(one.left), err=True)
         raise typer.Exit(1)
     path, seconds = report.write_all(folder, [one]), round(time.perf_counter() - start, 1)
     if not as_json:
-        title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, {len(numbers)} seeds, 95% intervals"
-        terminal.write(terminal.comparison(title, one.rows))
-    told = [report.verdict(one), *[_LEFT.format(one.left)] * bool(one.left), f"Report: {path}  ({seconds:.0f} s)"]
+        title = f"{config.preset}: ε = {config.epsilon:g}, δ = {config.delta:g}, 95% intervals over seeds"
+        terminal.results(title, [one], "rate, momentum")
+    told = [one.verdict, *[_LEFT.format(one.left)] * bool(one.left), f"Report: {path}  ({seconds:.0f} s)"]
     kept = {name: one.to_dict()[name] for name in ("rows", "verdict", "left")}
     show(as_json, {**kept, "report": str(path), "seconds": seconds}, *told)
 
@@ -224,13 +232,14 @@ def report(
       dpscale report runs/paper --pack results
       dpscale report results --markdown results/README.md
     """
-    from dpscale.lab import paper, records, report
+    from dpscale.lab import paper, records, report, terminal
 
     if folder.is_file():
         raise ValueError(f"{folder} is a file. Give the folder that it lies in: dpscale report {folder.parent}")
     before = report.before_tables(markdown) if markdown else ""
     found = paper.load(folder)
-    files = {"report": report.write_all(folder, found)}
+    with terminal.progress("report", quiet=as_json) as bar:
+        files = {"report": report.write_all(folder, found, bar)}
     if markdown:
         report.write_markdown(markdown, found, before)
         files["markdown"] = markdown
@@ -279,10 +288,23 @@ def table1(presets_: PresetList = None, as_json: Json = False) -> None:
     Example:
       dpscale reproduce table1
     """
-    from dpscale.lab import paper, terminal
+    from dpscale.lab import terminal
 
-    found = paper.settings([configured(name) for name in _names(presets_)])
-    options.print_json(found) if as_json else terminal.write(terminal.settings(found))
+    found = _settings([configured(name) for name in _names(presets_)], as_json)
+    options.print_json(found) if as_json else terminal.settings(found)
+
+
+def _settings(configs: "Sequence[Config]", quiet: bool) -> list[dict[str, Any]]:
+    from dpscale.lab import paper
+    from dpscale.lab.progress import Progress
+    from dpscale.lab.terminal import progress
+
+    found = []
+    with progress("settings", quiet=quiet) as bar:
+        for config in configs:
+            found += paper.settings([config])
+            bar(Progress("noise multipliers", len(found), len(configs), "experiments"))
+    return found
 
 
 def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None, folder: str, **own: bool) -> None:
@@ -290,26 +312,26 @@ def _reproducing(name: str, text: str, methods_: str | None, seeds_: str | None,
 
     def run(
         values: Values = None, presets_: PresetList = None, methods: Methods = methods_, seeds: Seeds = seeds_,
-        out: PaperOut = Path(folder), budget_minutes: Budget = None, repeats: Repeats = 0, data: Folder = None,
+        out: PaperOut = Path(folder), budget_minutes: Budget = None, repeats: Repeats = None, data: Folder = None,
         device: Device = None, workers: Workers = None, dry_run: DryRun = False, as_json: Json = False,
     ) -> None:  # fmt: skip
-        options.require_writable(out)
-        changes, numbers = {**own, **read(values or [])}, _seeds(seeds)
-        configs = [configured(each, changes, data, device) for each in _names(presets_)]
-        from dpscale.lab import figures, paper, presets, report, terminal
+        configs = [configured(each, {**own, **read(values or [])}, data, device) for each in _names(presets_)]
+        from dpscale.lab import figures, paper, report, terminal
 
-        asked = [(one, presets.methods(methods, one), numbers or paper.usual_seeds(one.preset), out / one.preset)
-                 for one in configs]  # fmt: skip
         shown = [one for one in configs if name == "all" and one.preset in paper.SIZES]
         if shown and not as_json and not dry_run:
-            terminal.write(terminal.settings(paper.settings(shown)))
-        found = _run(asked, out, None, budget_minutes, repeats, workers, dry_run, as_json)
+            options.require_writable(out)
+            terminal.settings(_settings(shown, as_json))
+        again = (name != "figures") if repeats is None else repeats
+        places = [(one, out / one.preset) for one in configs]
+        how = {"repeats": again, "at_once": workers}
+        found = _run(places, methods, seeds, budget_minutes, dry_run, as_json, how)
         path = report.write_all(out, paper.with_others(found, out)) if any(one.records for one in found) else None
         for one in (one for one in found if one.records and own):  # diagnostics are recorded, for pictures
             figures.write(out / one.preset / "figures", figures.pictures(one.records))
         left, each = sum(one.left for one in found), [one.to_dict() for one in found]
         if not as_json:
-            terminal.write(terminal.accuracies(found))
+            terminal.results("Test accuracy, 95% intervals over seeds", found, "paper")
         told = [_LEFT.format(left)] * bool(left) + [f"Report: {path}"] * bool(path)
         show(as_json, {"experiments": each, "left": left, "report": path and str(path)}, *told)
 
@@ -332,23 +354,28 @@ _reproducing(
 
 
 def _run(
-    asked: "Sequence[Asked]", out: Path, ledger: Path | None, budget: float | None, repeats: int, workers: int | None,
-    dry_run: bool, as_json: bool,
+    places: "Sequence[tuple[Config, Path]]", methods: str | None, seeds: str | None, budget: float | None,
+    dry_run: bool, as_json: bool, how: dict[str, Any],
 ) -> "list[Experiment]":  # fmt: skip
-    """What came of these experiments, as far as the budget allows; a dry run says what is left, and ends here."""
-    from dpscale.lab import paper, stats, terminal
+    """What came of these experiments in these folders, as far as the budget allows; a dry run says what is left, and
+    ends here."""
+    from dpscale.lab import paper, presets, stats, terminal
 
+    numbers, asked = _seeds(seeds), []
+    for config, out in places:
+        options.require_writable(out)
+        asked.append((config, presets.methods(methods, config), numbers or paper.usual_seeds(config.preset), out))
     if dry_run:
-        rows = paper.left(asked, repeats, workers)
+        rows = paper.left(asked, how["repeats"], how["at_once"])
         runs, minutes = (sum(row[name] for row in rows) for name in ("runs", "minutes"))
-        told = (f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes" for row in rows)
-        show(as_json, {"plan": rows, "runs": runs, "minutes": stats.two_digits(minutes)}, *told)
+        total = {"preset": "all", "runs": runs, "minutes": stats.two_digits(minutes)}
+        each = [*rows, total] if len(rows) > 1 else rows
+        told = (f"{row['preset']:<20} {row['runs']} runs left, about {row['minutes']:g} minutes" for row in each)
+        show(as_json, {"plan": rows, "runs": runs, "minutes": total["minutes"]}, *told)
         raise typer.Exit
     deadline = None if budget is None else time.monotonic() + 60 * budget
     with terminal.runs_bar(quiet=as_json) as bar:
-        return paper.experiments(
-            asked, deadline=deadline, ledger=ledger, repeats=repeats, at_once=workers, command=_command(), on_event=bar
-        )
+        return paper.experiments(asked, deadline=deadline, command=_command(), on_event=bar, **how)
 
 
 def _seeds(text: str | None) -> list[int]:
@@ -367,9 +394,10 @@ def _seeds(text: str | None) -> list[int]:
 
 def _names(names: str | None) -> list[str]:
     from dpscale.lab import paper, presets
+    from dpscale.lab.settings import named
 
     wanted = dict.fromkeys(paper.PRESETS if names is None else (name.strip() for name in names.split(",")))
-    return [presets.preset(name).preset for name in wanted]  # refuses unknown ones
+    return [named(presets.PRESETS, "preset", name).preset for name in wanted]  # refuses unknown ones
 
 
 def _command() -> str:

@@ -32,9 +32,10 @@ from dpscale.checks import out_of_memory, require
 from dpscale.lab import device, records, runner, workers
 from dpscale.lab.datasets.stored import checksums
 from dpscale.lab.presets import METHODS, SEARCH_SEED, Choice, Config, Method, searched
+from dpscale.lab.progress import OnProgress, ignore
 from dpscale.lab.provenance import installed_versions
 from dpscale.lab.records import Record
-from dpscale.lab.runner import Job, Progress
+from dpscale.lab.runner import Job
 from dpscale.ledger import Ledger
 
 log = logging.getLogger("dpscale")
@@ -89,7 +90,7 @@ def known(out: Path, job: Job, packed: Mapping[str, Record] | None = None) -> Re
     return found
 
 
-def attempt(job: Job, out: Path, on_progress: Callable[[Progress], None] = lambda _: None) -> Record | None:
+def attempt(job: Job, out: Path, on_progress: OnProgress = ignore) -> Record | None:
     """Do a run and save its record in ``out``; None if another process has it under way.
 
     A claim is a lock that ends with this process, however it ends. What another process has recorded by now is taken.
@@ -115,7 +116,7 @@ def attempt(job: Job, out: Path, on_progress: Callable[[Progress], None] = lambd
             claim.parent.rmdir()
 
 
-def _run(job: Job, on_progress: Callable[[Progress], None]) -> Record:
+def _run(job: Job, on_progress: OnProgress) -> Record:
     """The run, after which its memory is free for others, also if there was not enough of it."""
     try:
         return runner.run(job, on_progress)
@@ -145,7 +146,7 @@ class Queue:
 
     def __init__(
         self, out: Path, *, workers: int = 1, deadline: float | None = None,
-        on_event: Callable[[Event], None] = lambda _: None, on_progress: Callable[[Progress], None] | None = None,
+        on_event: Callable[[Event], None] = lambda _: None, on_progress: OnProgress | None = None,
     ) -> None:  # fmt: skip
         self.out, self.workers, self.deadline, self.on_event = out, workers, deadline, on_event
         self.listeners = () if on_progress is None else (on_progress,)  # to the steps of runs in this process
@@ -268,10 +269,13 @@ def compare(
             asked, chosen, found = _search(asked, sources, queue, pool)
         else:
             chosen, found = {source.name: config.given(source) for source in sources}, {}
+        ready = [method for method in methods if method.source.name in chosen]
+        twice = {method.name for method in ready if _is_another(method, ready, config, chosen)}
+        queue.total -= sum(method.name in twice for method, *_ in runs)
         jobs = [
             replace(asked, method=method.name, seed=seed, repeat=repeat, choice=chosen[method.source.name],
                     search=found.get(method.source.name))
-            for method, seed, repeat in runs if method.source.name in chosen
+            for method, seed, repeat in runs if method in ready and method.name not in twice
         ]  # fmt: skip
         jobs.sort(key=lambda job: (job.repeat, job.seed, -job.points))  # the end should not be one long run alone
         done = [record for record in queue.run(jobs, pool) if not record.repeat]
@@ -282,6 +286,18 @@ def compare(
     usual = statistics.fmean(work(replace(asked, method=each.name, choice=config.tries(each)[0])) for each in methods)
     open_ = (left - len(queue.left)) * usual
     return Compared(records=done, left=left, work=sum(map(work, queue.left)) + open_, pace=queue.pace)
+
+
+def _is_another(method: Method, methods: Sequence[Method], config: Config, chosen: Mapping[str, Choice]) -> bool:
+    """Whether a control would take the very steps of another method, as PSAC at lr/s those of DP-PSAC where both chose
+    one rate. The same runs under two names are no comparison, and would count as one in Holm's correction."""
+
+    def steps(one: Method) -> tuple[str, str, str]:
+        choice = chosen[one.source.name]
+        rate = f"{one.learning_rate(config, choice):.9g}"
+        return str(one.scaling(config)), str(one.momentum_of(config, choice)), rate
+
+    return bool(method.follows) and any(steps(one) == steps(method) for one in methods if not one.follows)
 
 
 def minutes(config: Config, methods: Sequence[Method], found: Compared, at_once: int | None = None) -> float:
@@ -302,7 +318,7 @@ def timed(job: Job) -> float:
 
 def train(
     config: Config, method: Method, seed: int, out: Path, *, ledger: Path | None = None, command: str = "",
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: OnProgress = ignore,
 ) -> Record:  # fmt: skip
     """One run at the preset's rates, its record saved in ``out``; repeated only if there is no record yet."""
     _require_priced(ledger, [method])

@@ -11,7 +11,8 @@ from torch import Tensor
 from dpscale.checks import require, require_count, require_probability
 from dpscale.lab.datasets import stored
 from dpscale.lab.datasets.catalogue import NOTHING_NEEDED, find
-from dpscale.lab.datasets.disk import Folder, OnProgress, ignore
+from dpscale.lab.datasets.disk import Folder
+from dpscale.lab.progress import OnProgress, ignore
 
 _SPLIT_SEED = 0  # which images are test images: one fixed choice, the same in every experiment
 _HOLD_OUT_SEED = 1

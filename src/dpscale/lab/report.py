@@ -19,38 +19,41 @@ from dpscale.lab import figures, paper, records, stats
 from dpscale.lab.figures import Picture
 from dpscale.lab.paper import Experiment
 from dpscale.lab.presets import METHODS, Choice
+from dpscale.lab.progress import OnProgress, Progress, ignore
 from dpscale.lab.records import Record
 from dpscale.lab.stats import Row, plural
 
 NAME = "report.html"
-NOT_FINISHED = "No final run is finished yet."
 GLOSSES = {"p": "of chance alone", "ε spent": "privacy", "σ": "noise", "rate, momentum": "of the optimizer"}
 """What a column of the table is, in a word; all terms are explained beside it."""
 MARK = "<!-- tables -->"
 """What stands above this line in a Markdown page was written by hand, and stays."""
 
 
-def write_all(folder: Path, found: Sequence[Experiment]) -> Path:
+def write_all(folder: Path, found: Sequence[Experiment], on_progress: OnProgress = ignore) -> Path:
     """Make ``folder/report.html`` of several experiments, and one of each in its own folder, where it has one."""
     for one in found:
         if one.records and (folder / one.preset).is_dir():
             records.write(folder / one.preset / NAME, page(paper.corrected([one])))
-    records.write(folder / NAME, page(found))
+    records.write(folder / NAME, page(found, on_progress))
     return folder / NAME
 
 
-def page(found: Sequence[Experiment]) -> str:
+def page(found: Sequence[Experiment], on_progress: OnProgress = ignore) -> str:
     """The whole page as text."""
+    parts: dict[str, dict[str, Any]] = {}
+    for one in (one for one in found if one.rows):
+        parts[one.preset] = _parts(one)
+        on_progress(Progress("drawing", len(parts), len(found), "experiments"))
     alone = found[0] if len(found) == 1 and found[0].rows else None
     papers = "The paper's experiments, run anew" if all(one.paper for one in found) else "Private training, compared"
     overview = () if alone else (figures.forest(found), figures.beside_the_paper(found))
     return _template("report.html", autoescape=True).render(
         title=f"Private training on {alone.preset}" if alone else papers, alone=alone, found=found,
         tested_at=stats.LEVEL, style=Markup(_text("report.css")), titles=_titles(found),
-        runs=sum(len(one.records) for one in found), overview=[*filter(None, overview)], cells=_cells, svg=_svg,
-        about=_about, headline=headline, parts={one.preset: _parts(one) for one in found if one.rows}, details=details,
-        row_of=_row_of, glosses=GLOSSES, most=lambda one: max(len(row.seeds) for row in one.rows), settings=settings,
-        plural=plural,
+        runs=sum(len(one.records) for one in found), overview=[*filter(None, overview)], svg=_svg, about=_about,
+        parts=parts, glosses=GLOSSES, settings=settings, plural=plural,
+        most=lambda one: max(len(row.seeds) for row in one.rows),
     )  # fmt: skip
 
 
@@ -70,29 +73,6 @@ def _svg(picture: Picture, name: str) -> Markup:
 
 
 # -- in words --------------------------------------------------------------------------------------------------
-
-
-def headline(one: Experiment) -> str:
-    """The answer in one sentence."""
-    return stats.headline(one.rows) if one.rows else NOT_FINISHED
-
-
-def verdict(one: Experiment) -> str:
-    """What can be said of an experiment: which methods differ, how close the others are, what to mind."""
-    return f"{headline(one)} {details(one)}".strip()
-
-
-def details(one: Experiment) -> str:
-    """All of the verdict but its first sentence."""
-    if not one.rows:
-        return ""
-    told = stats.details(one.rows)
-    if one.repeat_noise:
-        noise, times = one.repeat_noise
-        told.append(f"One and the same run, made {times} times, differs by {100 * noise:.2f} points (repeat noise).")
-    if not all(record.search for record in one.records):
-        told.append("Rates were given, not searched.")
-    return " ".join(told)
 
 
 def settings(one: Experiment) -> str:
@@ -124,14 +104,6 @@ def _titles(found: Sequence[Experiment]) -> dict[str, str]:
     return {name: titles[name] for name in METHODS if name in titles}
 
 
-def _row_of(one: Experiment, method: str) -> Row | None:
-    return next((row for row in one.rows if row.method == method), None)
-
-
-def _reference(one: Experiment) -> str | None:
-    return next((row.reference for row in one.rows if row.reference), None)
-
-
 def _about(one: Experiment) -> list[tuple[str, bool]]:
     """Lines about an experiment, and whether each is a warning."""
     told = []
@@ -145,33 +117,23 @@ def _about(one: Experiment) -> list[tuple[str, bool]]:
     return told
 
 
-def _cells(one: Experiment, row: Row) -> dict[str, str]:
-    """What a row of the table shows, by column."""
-    theirs, reference = one.paper.get(row.method), _reference(one)
-    cells = {
-        "test accuracy": row.shown, "paper": "—" if theirs is None else f"{theirs:.2f}%",
-        f"against {reference}": row.shown_difference, "p": "—" if row.p_holm is None else f"{row.p_holm:.2g}",
-        "ε spent": "—" if row.epsilon is None else f"{row.epsilon:.2f}",
-        "σ": "—" if row.noise_multiplier is None else f"{row.noise_multiplier:.3f}",
-        "rate, momentum": Choice.model_validate(row.choice).label(), "seconds per run": f"{row.seconds:.1f}",
-    }  # fmt: skip
-    left_out = {*(() if one.paper else ("paper",)), *(() if reference else ("against None", "p"))}
-    return {head: cell for head, cell in cells.items() if head not in left_out}
-
-
 def _parts(one: Experiment) -> dict[str, Any]:
     """All that the section of an experiment shows besides its rows."""
     drawn = [*filter(None, [figures.forest([one])]), *figures.pictures(one.records)]
     searches = {r.search["searched_for"]: r.search for r in one.records if r.search}
-    heads = list(_cells(one, one.rows[0]))
+    heads = list(one.cells(one.rows[0]))
+    psac, psasc = one.row("dp-psac"), one.row("dp-psasc")
     most = max(sum(value is not None for value in record.curves["accuracy"]) for record in one.records)
     return {
         "first": [each for each in drawn if each.name in ("differences", "accuracy")],
         "more": [each for each in drawn if each.name not in ("differences", "accuracy")],
-        "diagnosed": not all(each.private for each in drawn), "heads": heads, "reference": _reference(one),
-        "shown": " ".join([*heads, *(Choice.model_validate(row.choice).label() for row in one.rows)]),
+        "diagnosed": not all(each.private for each in drawn), "heads": heads, "reference": one.reference,
+        "shown": " ".join([*heads, *(row.label for row in one.rows)]),
         "measured": f"up to {most} times a run" if most > 1 else "once a run",
-        "controls": [row for row in one.rows if METHODS[row.method].follows], "statements": _statements(one.rows),
+        "controls": [row for row in one.rows if METHODS[row.method].follows],
+        "stands_in": psac is not None and psasc is not None and psac.choice == psasc.choice
+        and one.row("psac-lr-over-s") is None,
+        "statements": _statements(one.rows),
         "searches": {METHODS[name].title: _tries(search) for name, search in searches.items()},
         "search": next(iter(searches.values()), None), "alike": stats.alike(one.rows),
         "commands": _commands(one.records), "facts": _facts(one.records, one.left_out),
@@ -249,8 +211,7 @@ def write_markdown(path: Path, found: Sequence[Experiment], before: str) -> None
             records.write(path.parent / "figures" / name, figures.png(picture.figure))
     shown = [{"caption": picture.caption, "file": quote(name)} for name, picture in drawn.items() if picture]
     text = _template("results.md").render(
-        title=before, found=found, pictures=shown, titles=_titles(found), plural=plural, row_of=_row_of,
-        settings=settings, verdict=verdict, not_finished=NOT_FINISHED, commands=_commands, reference=_reference,
-        label=lambda choice: Choice.model_validate(choice).label(),
+        title=before, found=found, pictures=shown, titles=_titles(found), plural=plural, settings=settings,
+        commands=_commands,
     )  # fmt: skip
     records.write(path, text.rstrip("\n") + "\n")

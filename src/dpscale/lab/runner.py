@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from dpscale.lab.data import load as load_data
 from dpscale.lab.datasets.disk import data_folder
 from dpscale.lab.models import MODELS, FineTuned, large, standardized
 from dpscale.lab.presets import METHODS, OUTER, SCHEDULES, SEARCH_SEED, Choice, Config
+from dpscale.lab.progress import OnProgress, Progress, ignore
 from dpscale.lab.provenance import NUMERICS, installed_versions
 from dpscale.lab.records import Record, Role
 from dpscale.ledger import Ledger
@@ -80,26 +81,10 @@ class Job:
         return 1 if momentum is None or METHODS[self.method].rule is None else momentum.evaluations
 
 
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Where a run stands: steps and epochs done, and of how many.
-
-    ``phase`` is what keeps the next step waiting, as in `dpscale.engine.phases`; None while the run trains.
-    ``loss`` is exact: None where data are private.
-    """
-
-    step: int
-    steps: int
-    epoch: int
-    epochs: int
-    loss: float | None
-    plan: Plan | None
-    delta: float
-    phase: str | None = None
-
-    def epsilon(self) -> float | None:
-        """ε spent so far, which takes a moment to compute; None for a run that is not private."""
-        return None if self.plan is None else self.plan.epsilon(delta=self.delta, steps=self.step)
+def said(plan: Plan | None, delta: float, step: int, loss: float | None = None) -> str:
+    """What a run has come to after so many steps: its loss, unless data are private, and the ε spent so far."""
+    told = [] if loss is None else [f"training loss {loss:.3f}"]
+    return ", ".join(told if plan is None else [*told, f"epsilon {plan.epsilon(delta=delta, steps=step):.2f}"])
 
 
 # -- data and plans --------------------------------------------------------------------------------------------
@@ -195,7 +180,7 @@ def _plan(job: Job, data: Data) -> Plan | None:
 # -- runs ------------------------------------------------------------------------------------------------------
 
 
-def run(job: Job, on_progress: Callable[[Progress], None] = lambda _: None) -> Record:
+def run(job: Job, on_progress: OnProgress = ignore) -> Record:
     """Train once and say what came of it. ``on_progress`` is called after every epoch, and at each phase before."""
     start, data = time.perf_counter(), load(job.config, job.role, job.seed)
     training = _Training(job, data, _plan(job, data))
@@ -214,33 +199,12 @@ def steps(job: Job) -> Iterator[Any]:
     yield from _Training(job, data, _plan(job, data)).steps()
 
 
-def trained(job: Job, plan: Plan, data: Data, on_progress: Callable[[Progress], None] = lambda _: None) -> nn.Module:
+def trained(job: Job, plan: Plan, data: Data, on_progress: OnProgress = ignore) -> nn.Module:
     """The model of a private run under this plan, or the average of its weights where the configuration has one."""
-    training, tell = _Training(job, data, plan), percents(plan, job.config.delta, on_progress)
+    training = _Training(job, data, plan)
     for step, _ in enumerate(training.steps(), start=1):
-        tell(step)
+        on_progress(Progress("training", step, plan.steps, "steps", partial(said, plan, job.config.delta, step)))
     return training.measured
-
-
-def percents(plan: Plan, delta: float, on_progress: Callable[[Progress], None]) -> Callable[[int], None]:
-    """A function of the steps taken that tells of each percent of a run on private data, and so of no loss."""
-    steps, per_epoch = plan.steps or 1, plan.sampling.size / plan.expected_batch
-
-    def tell(taken: int) -> None:
-        if 100 * taken // steps > 100 * (taken - 1) // steps:
-            epochs = max(1, round(steps / per_epoch))
-            epoch = min(epochs, math.ceil(taken / per_epoch))
-            on_progress(
-                Progress(step=taken, steps=steps, epoch=epoch, epochs=epochs, loss=None, plan=plan, delta=delta)
-            )
-
-    return tell
-
-
-class _Step(NamedTuple):
-    loss: Tensor
-    norms: Tensor | None = None
-    weights: Tensor | None = None
 
 
 class _Training:
@@ -255,22 +219,22 @@ class _Training:
         self.curves: dict[str, list[float | None]] = {"epoch": [], "train_loss": [], "accuracy": []}
         self.loss, self.begun = math.nan, time.perf_counter()  # begun when the cold start is over
 
-    def steps(self) -> Generator[_Step]:
-        """Every step as it is taken, without TF32, which torch has on for convolutions: the bound is as strict as the
-        plan says."""
+    def steps(self) -> Generator[Tensor]:
+        """The loss of every step as it is taken, without TF32, which torch has on for convolutions: the bound is as
+        strict as the plan says."""
         with _without_tf32():
             taken = _train_plain(self) if self.plan is None else _train_private(self)
-            for number, step in enumerate(taken, start=1):
+            for number, loss in enumerate(taken, start=1):
                 if self.config.average:
                     self._average(min(self.config.average, number / (number + 10)))  # the start is soon forgotten
-                yield step
+                yield loss
 
     @torch.no_grad()
     def _average(self, keep: float) -> None:
         for average, weight in zip(self.measured.parameters(), self.model.parameters(), strict=True):
             average.lerp_(weight, 1 - keep)
 
-    def epochs(self, on_progress: Callable[[Progress], None]) -> None:
+    def epochs(self, on_progress: OnProgress) -> None:
         """All epochs, measured now and then and at the end."""
         config, role = self.config, self.job.role
         epochs, drawn = config.trained(role), sampling(config, self.data.size)
@@ -281,24 +245,19 @@ class _Training:
         def tell(epoch: int, phase: str | None = None) -> None:
             if epoch == 0 and phase is None:
                 self.begun = time.perf_counter()
-            loss = (self.curves["train_loss"] or [None])[-1]
-            on_progress(Progress(
-                step=ends[epoch], steps=ends[-1], epoch=epoch, epochs=epochs, loss=math.nan if loss is None else loss,
-                plan=self.plan, delta=config.delta, phase=phase,
-            ))  # fmt: skip
+            words = partial(said, self.plan, config.delta, ends[epoch], (self.curves["train_loss"] or [None])[-1])
+            on_progress(Progress(phase or "training", ends[epoch], ends[-1], "steps", words if epoch else str))
 
         taken = self.steps()
         for epoch in range(1, epochs + 1):
             self.watch.on = config.diagnostics and epoch > config.epochs - config.last_epochs
             with listening(partial(tell, epoch - 1)):
-                seen = [next(taken) for _ in range(ends[epoch - 1], ends[epoch])]
-            if config.diagnostics:
-                norms, weights = ([v for v in each if v is not None] for each in list(zip(*seen, strict=True))[1:])
-                self.watch.epoch(epoch, norms, weights)
+                losses = [next(taken) for _ in range(ends[epoch - 1], ends[epoch])]
+            self.watch.epoch(epoch)
             accuracy = None
             if epoch % every == 0 or epoch == epochs:
                 accuracy, self.loss = evaluate(self.measured, self.data, config)
-            told = {"epoch": epoch, "train_loss": diagnostics.mean([step.loss for step in seen]), "accuracy": accuracy}
+            told = {"epoch": epoch, "train_loss": diagnostics.mean(losses), "accuracy": accuracy}
             for name, value in told.items():
                 self.curves[name].append(value)
             tell(epoch)
@@ -426,7 +385,7 @@ def _viewed(job: Job, place: torch.device) -> Callable[[tuple[Tensor, ...]], tup
     return partial(views, count=job.config.views, transform=transform) if job.config.augment else lambda batch: batch
 
 
-def _train_private(run: _Training) -> Iterator[_Step]:
+def _train_private(run: _Training) -> Iterator[Tensor]:
     job, config, data, plan, watch = run.job, run.config, run.data, run.plan, run.watch
     assert plan is not None and plan.steps is not None
     (optimizer, schedule), losses = _optimizer(run, plan.steps), _losses_of(config)
@@ -448,11 +407,12 @@ def _train_private(run: _Training) -> Iterator[_Step]:
             mean = (each * out.mask).sum() / out.mask.sum().clamp(min=1)
             plain = dict(zip(before, torch.autograd.grad(mean, list(before.values())), strict=True))
             watch.cosines.append(diagnostics.cosine(released.gradient, plain))
-        # Without diagnostics nothing more is taken: to pick the samples drawn would wait for the device at every step.
-        yield _Step(out.loss, *((out.norms[out.mask], out.weights[out.mask]) if config.diagnostics else ()))
+        if config.diagnostics:  # else not: to pick the samples drawn would wait for the device at every step
+            watch.saw(out.norms[out.mask], out.weights[out.mask])
+        yield out.loss
 
 
-def _train_plain(run: _Training) -> Iterator[_Step]:
+def _train_plain(run: _Training) -> Iterator[Tensor]:
     """Plain PyTorch on the batches that a private run of the same seed draws, divided by the same constant."""
     job, config, data, place = run.job, run.config, run.data, run.data.train_labels.device
     heavy = 1 - config.constants(job.choice)["gamma1"] if config.momentum in OUTER else 0.0  # torch's heavy ball
@@ -470,4 +430,4 @@ def _train_plain(run: _Training) -> Iterator[_Step]:
             loss += part.detach()
         optimizer.step()
         schedule.step()
-        yield _Step(loss / len(chosen))
+        yield loss / len(chosen)

@@ -12,6 +12,7 @@ from torch import nn
 from dpscale import checkpoint
 from dpscale.lab import runner
 from dpscale.lab.presets import METHODS, Choice, Config
+from dpscale.lab.progress import OnProgress, ignore
 from dpscale.ledger import Ledger
 from dpscale.plan import Plan
 from dpscale.selection import Selection
@@ -41,7 +42,7 @@ def job(config: Config, choice: dict[str, Any], plan: Plan, seed: int | None) ->
 def select(
     config: Config, selection: Selection, folder: Path, seed: int | None = None,
     on_try: Callable[[int], None] = lambda done: None, ledger: Path | None = None,
-    on_progress: Callable[[runner.Progress], None] = lambda _: None,
+    on_progress: OnProgress = ignore,
 ) -> dict[str, Any]:  # fmt: skip
     """Search rate, C, s and outer momentum of DP-PSASC; all tries together cost the ε of the configuration.
 

@@ -1,11 +1,14 @@
 """Values that come from outside (options, files), checked by pydantic and refused in the library's own words."""
 
 import reprlib
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dpscale.checks import complaint
+from dpscale.checks import complaint, require
+
+T = TypeVar("T")
 
 _WORDS = {"missing": "given", "extra_forbidden": "left out: there is no such value"}
 
@@ -28,6 +31,12 @@ class Settings(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return self.model_dump(mode="json")
+
+
+def named(table: Mapping[str, T], kind: str, name: str) -> T:
+    """What a table has under a name, or an error that lists its names."""
+    require(name in table, "dpscale", kind, f"one of: {', '.join(table)}", name)
+    return table[name]
 
 
 def refused(error: ValidationError) -> ValueError:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import stats
 
-from dpscale.lab.presets import METHODS
+from dpscale.lab.presets import METHODS, Choice
 from dpscale.lab.records import Record
 
 REFERENCE = "dp-psasc"
@@ -64,6 +64,11 @@ class Row:
             return "—"
         points = f"{round(100 * self.difference, self.places) + 0.0:+.{self.places}f}"  # never -0.0
         return points.replace("-", "−") + self._margin(self.difference_half_width)
+
+    @property
+    def label(self) -> str:
+        """Rate and momentum in a few words."""
+        return Choice.model_validate(self.choice).label()
 
     def _margin(self, half: float | None) -> str:
         return "" if half is None else f" ± {100 * half:.{self.places}f}"

@@ -5,27 +5,24 @@ Where there is no terminal, plain lines take the place of bars.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import rich.progress
+import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
-from dpscale.lab.datasets import disk
+from dpscale.lab.progress import OnProgress, Progress
 
 if TYPE_CHECKING:
-    from dpscale.lab import compare, paper, runner
-    from dpscale.lab.stats import Row
+    from dpscale.lab import compare, paper
 
 
 # -- bars ------------------------------------------------------------------------------------------------------
-
-
-def line(text: str) -> None:
-    """A plain line, for logs."""
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def tenths() -> Callable[[int, int], bool]:
@@ -41,30 +38,20 @@ def tenths() -> Callable[[int, int], bool]:
     return due
 
 
-class _Speed(ProgressColumn):
-    def __init__(self, what: str, seconds: float) -> None:
-        super().__init__()
-        self.what, self.seconds = what, seconds
-
-    def render(self, task: Task) -> Text:
-        """So many of them in so many seconds, once that is known."""
-        return Text(f"{self.seconds * task.speed:.0f} {self.what}" if task.speed else "")
-
-
 @contextmanager
-def _bar(title: str, quiet: bool, *columns: ProgressColumn) -> Iterator[Callable[..., None] | None]:
+def _bar(title: str, quiet: bool) -> Iterator[Callable[..., None] | None]:
     """Changes a bar that has a state and the time left; None where nobody would see it."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield None
         return
-    state, ends = TextColumn("{task.fields[state]}"), (TextColumn("{task.description}"), BarColumn(bar_width=24))
-    shown = (*ends, *columns[:1], state, *columns[1:], TimeRemainingColumn())
-    with Progress(*shown, console=console, transient=True) as bar:
+    ends = TextColumn("{task.description}"), BarColumn(bar_width=24)
+    shown = (*ends, TextColumn("{task.fields[state]}"), TimeRemainingColumn())
+    with rich.progress.Progress(*shown, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None, state="calibrating")
 
         def update(**changes: Any) -> None:
-            if changes.get("description", title) != bar.tasks[0].description:  # the time left is that of this one
+            if changes["description"] != bar.tasks[0].description:  # the time left is that of this one
                 bar.reset(task)
             bar.update(task, refresh=True, **changes)
 
@@ -72,73 +59,56 @@ def _bar(title: str, quiet: bool, *columns: ProgressColumn) -> Iterator[Callable
 
 
 @contextmanager
-def progress(title: str, *, quiet: bool) -> Iterator[disk.OnProgress]:
-    """A bar for what takes a while; without a terminal a line at its start and at each tenth of it."""
-    dues: dict[str, Callable[[int, int], bool]] = {}
+def progress(title: str, *, quiet: bool, each: bool = False) -> Iterator[OnProgress]:
+    """A bar for what takes a while; without a terminal a line as each part of it begins, and at each tenth of that, or
+    for ``each`` that is done."""
+    what, percent, done, due, words = "", -1, 0, tenths(), ""
     with _bar(title, quiet) as update:
 
-        def show(now: disk.Progress) -> None:
-            scale, unit = (1e6, "MB") if now.unit == "bytes" else (1, now.unit)
-            total = "" if now.total is None else f"/{now.total / scale:,.0f}"
-            state = f"{now.done / scale:,.0f}{total} {unit}" if now.done or now.total else ""
-            first = now.what not in dues
-            due = dues.setdefault(now.what, tenths())
+        def show(now: Progress) -> None:
+            nonlocal what, percent, done, due, words
+            new, total, further = now.what != what, now.total or 0, now.done > done
+            what, done, due = now.what, now.done, tenths() if new else due
+            tenth = bool(total and due(now.done, total))
+            if quiet or (update is None and not new and not (further if each else tenth)):
+                return
+            if update is None or each or new or not total or 100 * now.done // total > percent:
+                percent, words = 100 * now.done // (total or 1), now.words()  # which may take a moment
+            named = ": ".join(filter(None, (title, what)))
             if update is not None:
-                update(description=now.what, completed=now.done, total=now.total, state=state)
-            elif not quiet and now.done and now.total and (due(now.done, now.total) or first):
-                line(f"[{state}] {title}: {now.what}")
+                state = f"{_count(now)}, {words}" if words else _count(now)
+                update(description=named, completed=now.done, total=now.total, state=state)
+            elif now.done or not total:
+                told = ": ".join(filter(None, (title, words))) if words else named
+                typer.echo(f"[{_count(now)}] {told}", err=True)
+            else:
+                typer.echo(f"{what} …", err=True)
 
         yield show
 
 
-@contextmanager
-def run_bar(title: str, *, quiet: bool) -> "Iterator[Callable[[runner.Progress], None]]":
-    """A bar over the steps of one run: ε so far, loss, speed and time left, or what it waits for.
-
-    Without a terminal plain lines, one for each tenth of the run; silent if ``quiet``.
-    """
-    with _bar(title, quiet, MofNCompleteColumn(), _Speed("steps/s", 1)) as update:
-        before, due = 0, tenths()
-
-        def show(now: "runner.Progress") -> None:
-            nonlocal before
-            if update is not None:
-                waits = now.phase or "training" if now.step == before else None  # a phase begins, or ended
-                update(completed=now.step, total=now.steps, state=waits or _loss(now))
-                before = now.step
-            elif now.phase:
-                line(f"{now.phase} …")
-            elif due(now.step, now.steps):
-                line(f"[epoch {now.epoch}/{now.epochs}] {title}: {_loss(now)}")
-
-        yield (lambda _: None) if quiet else show
-
-
-def _loss(now: "runner.Progress") -> str:
-    spent = now.epsilon()
-    told = [] if now.loss is None else [f"training loss {now.loss:.3f}"]
-    return ", ".join(told if spent is None else [*told, f"epsilon {spent:.2f}"])
+def _count(now: Progress) -> str:
+    scale, unit = (1e6, "MB") if now.unit == "bytes" else (1, now.unit)
+    total = "" if now.total is None else f"/{now.total / scale:,.0f}"
+    return f"{now.done / scale:,.0f}{total} {unit}"
 
 
 @contextmanager
 def runs_bar(*, quiet: bool) -> "Iterator[Callable[[str, compare.Event], None]]":
-    """A bar over the runs of one experiment after the other; without a terminal a plain line per run; silent if
-    ``quiet``."""
+    """A bar over the runs of one experiment after the other, or a plain line per run."""
     from dpscale.engine.phases import listening
 
-    with _bar("", quiet, MofNCompleteColumn(), _Speed("runs/min", 60)) as update:
+    with progress("", quiet=quiet, each=True) as bar:
+        last = Progress("", 0, None, "runs")
 
         def show(name: str, now: "compare.Event") -> None:
-            if update is not None:
-                update(description=name, completed=now.done, total=now.total, state=_result(now))
-            elif now.record is not None and not quiet:
-                line(f"[{now.done}/{now.total}] {_result(now)}")
+            nonlocal last
+            last = Progress(name, now.done, now.total, "runs", partial(_result, now))
+            bar(last)
 
         def wait(phase: str | None) -> None:
-            if update is not None:
-                update(state=phase or "training")
-            elif phase and not quiet:
-                line(f"{phase} …")
+            if phase:
+                bar(replace(last, what=phase, words=str))
 
         with listening(wait):
             yield show
@@ -156,67 +126,54 @@ def _result(now: "compare.Event") -> str:
 # -- tables ----------------------------------------------------------------------------------------------------
 
 
-def write(shown: Table) -> None:
-    """Print a table."""
+def table(title: str, rows: Sequence[Mapping[str, str]], caption: Sequence[str] = ()) -> None:
+    """Print rows under the names of their cells, so that they fit into 80 columns."""
+    shown = Table(
+        title=title, title_justify="left", caption="\n".join(caption), caption_justify="left", box=box.SIMPLE_HEAD,
+        pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for name in rows[0]:
+        shown.add_column(name, justify="left" if name in ("preset", "method", "run") else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row.values())
     Console(highlight=False).print(shown)
 
 
-def _table(title: str, *names: str) -> Table:
-    """An empty table that fits into 80 columns: no lines but the one below its head."""
-    shown = Table(
-        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )  # fmt: skip
-    for name in names:
-        shown.add_column(name, justify="left" if name in ("preset", "method") else "right", no_wrap=True)
-    return shown
+def results(title: str, found: "Sequence[paper.Experiment]", *columns: str) -> None:
+    """What came of experiments, a line for each method, with these columns too; under names where there are several."""
+    from dpscale.lab.stats import plural
+
+    names = {"preset"} if len(found) > 1 else set()
+    rows = [
+        {
+            **dict.fromkeys(names, one.preset if place == 0 else ""), "method": row.title, "test accuracy": row.shown,
+            "to DP-PSASC": row.shown_difference, **{name: one.cells(row).get(name, "—") for name in columns},
+        }
+        for one in found for place, row in enumerate(one.rows)
+    ]  # fmt: skip
+    notes = [_frozen(one.preset, one.encoder) for one in found if one.encoder]
+    notes += [f"{one.preset}: unfinished, {plural(one.left, 'run')} left" for one in found if one.left]
+    if rows:
+        table(title, rows, notes)
 
 
-def comparison(title: str, rows: "Sequence[Row]") -> Table:
-    """The comparison as a table."""
-    from dpscale.lab.presets import Choice
-
-    shown = _table(title, "method", "test accuracy", "ε spent", "rate, momentum", "s/run")
-    for row in rows:
-        spent = "—" if row.epsilon is None else f"{row.epsilon:.2f}"
-        shown.add_row(row.title, row.shown, spent, Choice.model_validate(row.choice).label(), f"{row.seconds:.1f}")
-    return shown
-
-
-def settings(found: Sequence[Mapping[str, Any]]) -> Table:
-    """The paper's settings as a table."""
+def settings(found: Sequence[Mapping[str, Any]]) -> None:
+    """The paper's settings."""
 
     def short(value: float) -> str:  # 1e-4 where Python writes 0.0001 or 1e-04
         return f"{value:.0e}".replace("e-0", "e-") if value < 1e-2 else f"{value:g}"
 
+    rows = [
+        {
+            "preset": one["preset"], "N": f"{one['samples']:,}", "B, epochs": f"{one['batch']}, {one['epochs']}",
+            "r, C, s": f"{short(one['r'])}, {one['C']:g}, {one['s']:g}",
+            "ε, δ": f"{one['epsilon']:g}, {short(one['delta'])}", "σ PLD": f"{one['noise_multiplier']:.4f}",
+            "σ RDP": f"{one['noise_multiplier_rdp']:.4f}",
+        }
+        for one in found
+    ]  # fmt: skip
     title = "Settings, and the noise multiplier σ (noise std / bound) that they come to"
-    shown = _table(title, "preset", "N", "B, epochs", "r, C, s", "ε, δ", "σ PLD", "σ RDP")
-    for one in found:
-        shown.add_row(
-            one["preset"], f"{one['samples']:,}", f"{one['batch']}, {one['epochs']}",
-            f"{short(one['r'])}, {one['C']:g}, {one['s']:g}", f"{one['epsilon']:g}, {short(one['delta'])}",
-            f"{one['noise_multiplier']:.4f}", f"{one['noise_multiplier_rdp']:.4f}",
-        )  # fmt: skip
-    shown.caption = "\n".join(_frozen(one["preset"], one["encoder"]) for one in found if one["encoder"])
-    return shown
-
-
-def accuracies(found: "Sequence[paper.Experiment]") -> Table:
-    """The accuracies of all experiments, a line per method, the paper's beside ours."""
-    title = "Test accuracy, 95% intervals over seeds"
-    shown = _table(title, "preset", "method", "ours", "paper", "to DP-PSASC", "seeds")
-    for one in found:
-        for place, row in enumerate(one.rows):
-            theirs = one.paper.get(row.method)
-            paper, name = "—" if theirs is None else f"{theirs:.2f}%", "" if place else one.preset
-            shown.add_row(name, row.title, row.shown, paper, row.shown_difference, str(len(row.seeds)))
-        if not one.rows:
-            shown.add_row(one.preset, "—", "—", "—", "—", "0")
-        shown.add_section()
-    notes = [_frozen(one.preset, one.encoder) for one in found if one.encoder]
-    left = [(one.preset, f"{one.left} run{'s' if one.left > 1 else ''}") for one in found if one.left]
-    shown.caption = "\n".join([*notes, *(f"{preset}: unfinished, {runs} left" for preset, runs in left)])
-    return shown
+    table(title, rows, [_frozen(one["preset"], one["encoder"]) for one in found if one["encoder"]])
 
 
 def _frozen(preset: str, encoder: str) -> str:

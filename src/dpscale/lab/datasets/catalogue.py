@@ -25,7 +25,7 @@ class Source(Settings):
 
 
 class Entry(Settings):
-    """A data set. One with ``md5`` is kept as its official files, any other as packed shards."""
+    """A data set: what it holds, and what its official files are."""
 
     name: str
     title: str
@@ -36,12 +36,10 @@ class Entry(Settings):
     layout: Literal["idx", "cifar", "celeba", "folders"]  # of the official files; folders: one per split and class
     sources: tuple[Source, ...] = ()  # where `get` looks, in this order
     by_hand: str  # what to download and import when no source gives it
-    md5: Mapping[str, str] = Field(default_factory=dict)  # of each official file, uncompressed
+    md5: Mapping[str, str] = Field(default_factory=dict)  # of each official file, uncompressed; none of images
     folders: tuple[str, ...] = ()  # of the classes in the official archive, in the order of the labels
     original: tuple[int, int] | None = None  # width and height of every official image; None if they differ
     crop: int | None = None  # side of the square cut from the middle before resizing; None squashes the whole image
-    quality: int = 0  # of the WebP images
-    per_shard: int = 0  # how many of them are in a shard
     numbers: Mapping[str, tuple[int, int]] = Field(default_factory=dict)  # first and last of each split
     folder: Path | None = None  # the data folder that is meant, for `repair`; None: the default one
 

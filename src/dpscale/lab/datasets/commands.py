@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dpscale.lab.options import Device, Folder, Json, group, print_json, show
+from dpscale.lab.options import Device, Folder, Json, group, show
 
 Name = Annotated[
     str, typer.Argument(help="mnist, fashion-mnist, cifar10, celeba-male or imagenette.", show_default=False)
@@ -28,9 +28,6 @@ def list_(folder: Folder = None, as_json: Json = False) -> None:
     Example:
       dpscale data list
     """
-    from rich.console import Console
-    from rich.table import Column, Table
-
     from dpscale.lab.datasets import stored
     from dpscale.lab.datasets.catalogue import CATALOGUE, NOTHING_NEEDED
     from dpscale.lab.datasets.disk import data_folder
@@ -43,15 +40,11 @@ def list_(folder: Folder = None, as_json: Json = False) -> None:
         size = sum(path.stat().st_size for path in (root / name).rglob("*") if path.is_file())
         rows.append({"name": name, "title": entry.title, "there": stored.is_there(name, root), "bytes": size})
         rows[-1] |= {"sources": [str(source) for source in entry.sources], "by_hand": entry.by_hand}
-    if as_json:
-        print_json({"folder": str(root), "data": rows})
-        return
-    title = f"Data sets; those on disk are in {root}"
-    table = Table("name", "what it is", "there", Column("on disk", justify="right"), title=title, title_justify="left")
+    told = []
     for row in rows:
-        disk = f"{row['bytes'] / 1e6:,.0f} MB" if row["bytes"] else "—"
-        table.add_row(row["name"], row["title"], "yes" if row["there"] else "no", disk)
-    Console(highlight=False).print(table)
+        shown = f"{row['bytes'] / 1e6:,.0f} MB" if row["bytes"] else "there" if row["there"] else "—"
+        told.append(f"{row['name']:<14} {shown:>9}  {row['title']}")
+    show(as_json, {"folder": str(root), "data": rows}, f"Data folder: {root}", *told)
 
 
 @data.command()
@@ -65,7 +58,7 @@ def get(name: Name, folder: Folder = None, as_json: Json = False) -> None:
       dpscale data get mnist
       dpscale data get cifar10 --data /data/dpscale
     """
-    from dpscale.lab.datasets import obtaining
+    from dpscale.lab.datasets import stored
     from dpscale.lab.datasets.catalogue import NOTHING_NEEDED
     from dpscale.lab.terminal import progress
 
@@ -74,7 +67,7 @@ def get(name: Name, folder: Folder = None, as_json: Json = False) -> None:
         show(as_json, {"name": name, "fetched": False}, told)
         return
     with progress(f"get {name}", quiet=as_json) as bar:
-        found = obtaining.get(name, folder, on_progress=bar, on_note=_note)
+        found = stored.get(name, folder, on_progress=bar, on_note=lambda told: typer.echo(f"dpscale: {told}", err=True))
     show(as_json, found, _summary(found) + ("" if found["fetched"] else " It was there already."))
 
 
@@ -93,11 +86,11 @@ def import_(
       dpscale data import cifar10 ~/Downloads/cifar-10-python.tar.gz
       dpscale data import imagenette imagenette2-160.tgz
     """
-    from dpscale.lab.datasets import obtaining
+    from dpscale.lab.datasets import stored
     from dpscale.lab.terminal import progress
 
     with progress(f"import {name}", quiet=as_json) as bar:
-        found = obtaining.take(name, path, folder, on_progress=bar)
+        found = stored.take(name, path, folder, on_progress=bar)
     show(as_json, found, _summary(found))
 
 
@@ -108,8 +101,6 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check every file of a data set, and count its samples per class and split. Exit code 1 if one is broken.
-
-    Decoded images that are not what was written are decoded anew.
 
     \b
     Example:
@@ -130,38 +121,25 @@ def verify(
     for each in names:
         try:
             with progress(f"verify {each}", quiet=as_json) as bar:
-                sound = stored.inspect(each, root)
-                stored.check_decoded(each, root, bar, _note)
-            found.append({**sound, "ok": True})
+                found.append({**stored.inspect(each, root, bar), "ok": True})
         except (DataError, OSError) as error:
             if not stored.is_there(each, root):
                 raise
             found.append({"name": each, "ok": False, "problem": str(error)})
-        if not as_json:
-            _show(found[-1])
-    if as_json:
-        print_json({"folder": str(root), "data": found})
+    show(as_json, {"folder": str(root), "data": found}, *(line for each in found for line in _lines(each)))
     if not all(each["ok"] for each in found):
         raise typer.Exit(1)
 
 
-def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
-
+def _lines(found: dict[str, Any]) -> list[str]:
     if not found["ok"]:
-        typer.echo(f"{found['name']}: broken. {found['problem']}")
-        return
-    size = "×".join(map(str, reversed(found["image"])))
-    origin = ", ".join(str(value) for value in found["source"].values())
-    typer.echo(f"{found['name']}: {len(found['files'])} files sound, images {size}, {origin}")
-    table = Table("class", *(Column(split, justify="right") for split in found["splits"]))
-    splits = found["splits"].values()
-    for label in found["splits"]["train"]["per_class"]:
-        table.add_row(label, *(f"{held['per_class'][label]:,}" for held in splits))
-    table.add_section()
-    table.add_row("all", *(f"{held['samples']:,}" for held in splits))
-    Console(highlight=False).print(table)
+        return [f"{found['name']}: broken. {found['problem']}"]
+    size, origin = "×".join(map(str, reversed(found["image"]))), ", ".join(found["source"].values())
+    lines = [f"{found['name']}: {len(found['arrays'])} files sound, images {size}, {origin}"]
+    for split, held in found["splits"].items():
+        counts = ", ".join(f"{label} {count:,}" for label, count in held["per_class"].items())
+        lines.append(f"  {split}: {held['samples']:,} images ({counts})")
+    return lines
 
 
 def _summary(found: dict[str, Any]) -> str:
@@ -171,12 +149,8 @@ def _summary(found: dict[str, Any]) -> str:
     for split, held in found["splits"].items():
         of = "" if held["samples"] == official[split] else f" of the official {official[split]:,}"
         counts.append(f"{held['samples']:,}{of} {split}")
-    origin = found["source"].get("from", "files put there by hand")
-    return f"{found['name']}: {', '.join(counts)} images, all checks passed. From {origin}, now in {found['folder']}."
-
-
-def _note(text: str) -> None:
-    typer.echo(f"dpscale: {text}", err=True)
+    origin = f"From {found['source']['from']}, now in {found['folder']}."
+    return f"{found['name']}: {', '.join(counts)} images, all checks passed. {origin}"
 
 
 def features(
@@ -203,9 +177,10 @@ def features(
     from dpscale.lab import data
     from dpscale.lab import device as place
     from dpscale.lab import features as lab
+    from dpscale.lab.settings import named
     from dpscale.lab.terminal import progress
 
-    chosen = lab.encoder(encoder)  # refused before a data set is read
+    chosen = named(lab.ENCODERS, "encoder", encoder)  # refused before a data set is read
     place.use(device)
     start = time.perf_counter()
     with progress(f"features {dataset}", quiet=as_json) as bar:

@@ -5,9 +5,8 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 VARIABLE = "DPSCALE_DATA"  # environment variable that names the data folder
@@ -17,23 +16,6 @@ log = logging.getLogger("dpscale")
 
 class DataError(ValueError):
     """Data that are not there, or are not what they should be. The text names the file and what to do."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far something is that takes a while; ``total`` is None if nobody knows."""
-
-    what: str
-    done: int
-    total: int | None
-    unit: str = "bytes"
-
-
-OnProgress = Callable[[Progress], None]
-
-
-def ignore(_: object) -> None:
-    """What is told of progress when nobody listens."""
 
 
 def data_folder(folder: Folder = None) -> Path:

