@@ -52,6 +52,12 @@ def lstm_in_any_precision(request):
 
 
 @pytest.fixture(autouse=True)
+def seeded():
+    """A test's random numbers are its own, whichever tests ran before it in its process."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def silent(monkeypatch):
     """What is said to somebody who waits long depends on how busy the machine is."""
     monkeypatch.setattr("dpscale.engine.phases.SILENCE", 1e6)
