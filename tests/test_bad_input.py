@@ -403,7 +403,7 @@ def test_control_flow_that_depends_on_the_data():
 
     x = torch.randn(6, 4)
     x[:3, 0] = torch.tensor([2.0, 1.0, 3.0])
-    with pytest.raises(dpscale.UnsupportedModel, match="Samples are coupled|depends on how many rows"):
+    with pytest.raises(dpscale.UnsupportedModel, match=r"Samples are coupled|depends on how many rows"):
         dpscale.scaled_sum(Sometimes(), lambda m, b: m(b[0]).sum(1), (x,), RULE)
 
 

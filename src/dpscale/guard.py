@@ -123,11 +123,18 @@ class Guard:
             )
 
     def applied(self, parameters: Sequence[Tensor]) -> None:
-        """A step over these was made."""
+        """A step over these was made. Gradients that came after the last look at them were made in it."""
         if not self._public:
+            inside = not self._plain.isdisjoint(map(id, parameters))
             self._plain.difference_update(map(id, parameters))
             self.unapplied = False
             self._stepped()
+            if inside:
+                raise RuntimeError(
+                    "The optimizer called backward() inside its own step(): what it has just applied is neither "
+                    "bounded nor noisy, and the weights are no longer private. Restore them from before this step, and "
+                    "take an optimizer that applies the gradients that it is given."
+                )
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()

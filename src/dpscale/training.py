@@ -22,7 +22,7 @@ from dpscale.engine import Engine, LossFn, ScaledSum, check_losses, require_fini
 from dpscale.engine.arguments import check_loss_fn, device_of, part_of, plain_tensors, rows_of, tensors_in
 from dpscale.engine.compat import foreach_add_, foreach_div_
 from dpscale.engine.compile.worth import Worth
-from dpscale.engine.modules import Structure, structure
+from dpscale.engine.modules import Counts, Structure, structure
 from dpscale.engine.result import joined, nothing
 from dpscale.feeding import Feed
 from dpscale.guard import Guard
@@ -402,12 +402,15 @@ class Private:
         got = rows_of(batch.data)
         require(got == draw.rows, "parts", "batch", f"of {draw.rows} rows, as drawn", got, "Pass on every row.")
         count, each = len(draw.mask), draw.rows // len(draw.mask)
+        counts = Counts(self.model, unseen=True)
         for start in range(0, count, size):
             part = slice(start, min(start + size, count))
             own = part_of(batch.data, slice(part.start * each, part.stop * each), draw.rows)
             rows = None if batch.rows is None else batch.rows[part]
             if draw.mask.any():
                 self._engine.recorder.start(part.stop - part.start, rows, each, tensors_in(own))
+            if start:
+                counts.restore()
             yield Batch(own, draw, {}, rows, part)
 
     def _keep(self, losses: Tensor, batch: Any, part: slice) -> StepReport:
@@ -517,7 +520,8 @@ class Private:
                     loss_fn, data, self.plan.scaling, mask, points if len(points) > 1 else None,
                     keep=len(split) > 1 and not parts, change=remember if self._state.per_sample else None,
                     singles=None if parts else batch.singles, rest=rest, meanwhile=self._meanwhile,
-                    rows=None if batch.rows is None else batch.rows[rows], found=found.pop() if found else None,
+                    counts=None if found else self._engine.counts, found=found.pop() if found else None,
+                    rows=None if batch.rows is None else batch.rows[rows],
                 )  # fmt: skip
 
             try:

@@ -30,17 +30,18 @@ from dpscale.engine.arguments import (
     check_points,
     require_finite,
     require_real,
+    tensors_in,
     trainable,
 )
 from dpscale.engine.by_sample import sum_by_sample
 from dpscale.engine.combine import Evaluated, combine, evaluate, exactly, gradients
-from dpscale.engine.compat import reparametrized
+from dpscale.engine.compat import reparametrized, version
 from dpscale.engine.compile.inductor import inductor
 from dpscale.engine.compile.step import Backend, CompiledSum, Meanwhile
 from dpscale.engine.compile.worth import Worth
 from dpscale.engine.errors import PassedBy
 from dpscale.engine.identity import Setting, code_of
-from dpscale.engine.modules import Structure, Writes, structure
+from dpscale.engine.modules import Counts, Structure, Writes, structure
 from dpscale.engine.phases import cold_start, phase, waiting
 from dpscale.engine.recorder import Recorder
 from dpscale.engine.result import ScaledSum
@@ -50,7 +51,7 @@ from dpscale.engine.verify.glance import Glance
 from dpscale.engine.verify.look import Finding, Look
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
-from dpscale.engine.verify.rows import Features, choose, count_of, features, replaced, take
+from dpscale.engine.verify.rows import Features, choose, copied, count_of, features, replaced, take
 from dpscale.engine.verify.runs import Subject
 from dpscale.engine.verify.schedule import Due, Schedule
 from dpscale.scaling import Scaling
@@ -118,6 +119,8 @@ class Engine:
         self._schedule, self.writes = Schedule(), Writes()
         self._looked: dict[Any, Looked] = {}
         self._obstacles: dict[Any, Finding] = {}  # where rows cannot be attributed, by the kind of model and loss
+        self._writes_data = False  # whether a forward has written into what it was given
+        self.counts = Counts(model)  # before the first forward of the last draw
         self._changes = False  # whether a batch met operations that a look had not, though it looked once more
         self._worth = compile if isinstance(compile, Worth) else None
         backend = inductor if compile is True or isinstance(compile, Worth) else compile
@@ -171,7 +174,7 @@ class Engine:
         self, loss_fn: LossFn, batch: Any, rule: Scaling, mask: Tensor | None = None, points: Points | None = None, *,
         keep: bool = False, change: Remember | None = None, singles: Mapping[int, Any] | None = None,
         rest: Sequence[Any] = (), rows: Features | None = None, found: Structure | None = None,
-        meanwhile: Meanwhile | None = None,
+        meanwhile: Meanwhile | None = None, counts: Counts | None = None,
     ) -> ScaledSum:  # fmt: skip
         """As `dpscale.scaled_sum`.
 
@@ -183,6 +186,7 @@ class Engine:
             rows: features of the rows, if they are known.
             found: the structure of the model as it is now, if that is known.
             meanwhile: may be called while a GPU is at work, with the gradients that it works on.
+            counts: of the model, before the first part of a draw. None: this is the first.
         """
         model, found = self.model, structure(self.model) if found is None else found
         parameters = trainable(found)
@@ -194,7 +198,11 @@ class Engine:
             return combine({}, rule, mask, parameters, torch.zeros(0, dtype=dtype, device=device))
 
         def run(data: Any) -> Tensor:
-            return check_losses(loss_fn(model, data), batch_size(data)[0])
+            return check_losses(self._apart(loss_fn, data), batch_size(data)[0])
+
+        def again_from(data: Any) -> Tensor:
+            self.counts.restore()
+            return run(data)
 
         subject = Subject(model, parameters, run, loss_fn)
         looks = self._schedule.looks
@@ -206,27 +214,41 @@ class Engine:
                 subject, found, batch, mask, rows, singles, rest, points, shares=shares
             )
             checked = self._schedule.looks > looks  # somebody has waited for that, and waits on
+            self.counts = Counts(model) if counts is None else counts
+            versions = _versions(batch)
             for again in (True, False):
                 if kind in self._obstacles:
                     break
                 try:
                     if compiled is not None:
                         out = compiled(
-                            setting, run, batch, rule, mask, points, self._sites, keep=keep, meanwhile=meanwhile
-                        )
+                            setting, run, batch, rule, mask, points, self._sites, keep=keep, meanwhile=meanwhile,
+                            begin=self.counts.restore,
+                        )  # fmt: skip
                         if out is not None:
                             return out
+                        _require_unwritten(batch, versions)
                     counting = points and [(c, w) for c, w in points if c != 0]
                     with waiting("computing", on=True) if checked else nullcontext():
-                        evaluated = evaluated or evaluate(parameters, run, batch, self._sites, mask, counting)
+                        evaluated = evaluated or evaluate(parameters, again_from, batch, self._sites, mask, counting)
                         return self._weighed(parameters, evaluated, rule, mask, change)
                 except (UnknownOperation, PassedBy):
                     evaluated = None
+                    _require_unwritten(batch, versions)
                     if again:
                         self.look(subject, batch, mask, kind, rows)
         if kind not in self._obstacles:
             self._note_change()
-        return sum_by_sample(model, parameters, run, batch, rule, mask, points, change)
+        return sum_by_sample(model, parameters, again_from, batch, rule, mask, points, change)
+
+    def _apart(self, loss_fn: LossFn, data: Any) -> Any:
+        """The losses of a batch; of a forward that was seen to write into what it is given, of a copy."""
+        if self._writes_data:
+            return loss_fn(self.model, copied(data))
+        versions = _versions(data)
+        losses = loss_fn(self.model, data)
+        self._writes_data = _versions(data) != versions
+        return losses
 
     def trust(
         self, subject: Subject, found: Structure, batch: Any, mask: Tensor, rows: Features | None = None,
@@ -371,6 +393,19 @@ def _at(subject: Subject, values: Mapping[str, Tensor]) -> Subject:
             return subject.run(data)
 
     return Subject(subject.model, leaves, run, subject.loss_fn)
+
+
+def _versions(batch: Any) -> list[int]:
+    return [version(t) for t in tensors_in(batch) if not t.is_inference()]
+
+
+def _require_unwritten(batch: Any, versions: list[int]) -> None:
+    """A batch that is run once more must be as it was drawn."""
+    if _versions(batch) != versions:
+        raise RuntimeError(
+            "The forward has written into its batch, which it had not done before, and the batch is needed as it was "
+            "drawn. Nothing was released. Let the forward write into a copy: x = x.clone()."
+        )
 
 
 _engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()

@@ -35,8 +35,40 @@ _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 COUNTERS: Any = WeakTensorKeyDictionary()
 """Buffers of one whole number or truth that a forward was seen to change by itself, of any model."""
 
+CHANGED: Any = WeakTensorKeyDictionary()
+"""Buffers of any model that a forward was seen to change by itself, those of `COUNTERS` among them."""
+
 COUNTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Attributes, whole numbers, that a forward was seen to change by itself, by their module."""
+
+
+class Counts:
+    """What the forwards of a model change by themselves, as it was before the first one of a draw.
+
+    How many forwards a draw takes may depend on its samples: in how many parts it goes, whether one is not finite.
+    Each begins with the same counts, so the model counts draws.
+
+    Args:
+        unseen: remember what no look has seen to change yet, too.
+    """
+
+    def __init__(self, model: nn.Module, *, unseen: bool = False) -> None:
+        known = bool(unseen or len(CHANGED) or COUNTED)
+        buffers = [b for b in model.buffers() if unseen or b in CHANGED] if known else []
+        self._buffers: list[tuple[Tensor, Tensor]] = [(b, b.detach().clone()) for b in buffers]
+        self._attributes = [
+            (m, name, value) for m in (model.modules() if known else ()) for name, value in vars(m).items()
+            if type(value) is int and (unseen or name in COUNTED.get(m, ()))
+        ]  # fmt: skip
+
+    def restore(self) -> None:
+        """Before a forward."""
+        for b, value in self._buffers:
+            if b in CHANGED:
+                b.data.copy_(value)
+        for module, name, number in self._attributes:
+            if name in COUNTED.get(module, ()):
+                setattr(module, name, number)
 
 
 class Held(tuple[Any, ...]):

@@ -186,7 +186,9 @@ class Compiled:
             self._takes[rows] = self._open is not None and holds_for(self._open, rows)
         return self._takes[rows]
 
-    def __call__(self, batch: Any, mask: Tensor, coefficients: Sequence[float]) -> list[Tensor]:
+    def __call__(
+        self, batch: Any, mask: Tensor, coefficients: Sequence[float], begin: Callable[[], None]
+    ) -> list[Tensor]:
         """The gradients by name, and (3, B) norms, weights and losses of a batch of the example's shape.
 
         On CUDA these are the graph's own buffers: the next replay overwrites them.
@@ -197,6 +199,7 @@ class Compiled:
             self._coefficients.copy_(torch.tensor(self._last, dtype=torch.float64))
         data = [leaves[k] for k in self._tensors]
         run = self._replayed([*data, mask]) if mask.is_cuda else self._launched
+        begin()
         self._flag.expect()
         with torch.no_grad():
             return list(run([*data, mask]))
@@ -388,7 +391,7 @@ class CompiledSum:
 
     def __call__(
         self, setting: Setting, run: Run, batch: Any, rule: Scaling, mask: Tensor, points: Points | None, sites: Sites,
-        *, keep: bool = False, meanwhile: Meanwhile | None = None,
+        *, keep: bool = False, meanwhile: Meanwhile | None = None, begin: Callable[[], None] = lambda: None,
     ) -> ScaledSum | None:  # fmt: skip
         """As `dpscale.scaled_sum`; None where the eager path must be asked.
 
@@ -400,11 +403,12 @@ class CompiledSum:
             sites: where the samples are.
             keep: copy the gradients. Without it they may be buffers that the next call overwrites.
             meanwhile: called while a GPU is at work, with the gradients that it works on.
+            begin: called before the forward that counts: to compile and to record takes some of its own.
         """
         compiled = self._last = self._compiled(setting, run, batch, rule, mask, points, sites)
         if compiled is None:
             return None
-        outputs = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]])
+        outputs = compiled(batch, mask, [float(c) for c, _ in points or [(1.0, {})]], begin)
         *sums, told = outputs
         grads = {n: g.clone() if keep else g for n, g in zip(compiled.names, sums, strict=True)}
         norms, weights, losses = (told.clone() if told.is_cuda else told).unbind()

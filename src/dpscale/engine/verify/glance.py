@@ -20,7 +20,7 @@ from dpscale.engine.verify.collation import Alone, farness
 from dpscale.engine.verify.credit import TapedRun, by_row, coarseness, levels
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
-from dpscale.engine.verify.probe import DroppingTape, Undropped, UndroppedTape, masks_of
+from dpscale.engine.verify.probe import DroppingTape, Undropped, UndroppedTape, drop_alike, masks_of
 from dpscale.engine.verify.rows import count_of, neutral, odd_among, replaced, take
 from dpscale.engine.verify.runs import Runs, Subject
 from dpscale.engine.verify.values import Gradient, added, apart, near, reshaped, same, size
@@ -127,6 +127,8 @@ class Glance:
         mixtures = [{last: 1.0}] if self._draws or self._drops else [{last: 1.0}, mixture]
         credit = self._agree(whole, self._taped(sites, self._copies(), dropped=True, like=whole), last, mixtures)
         if credit is not None and self._drops:
+            if whole is None or not self._drops_alike(sites, few, whole):
+                return None
             whole = self._taped(sites, self._batch)
         if whole is None or credit is None:
             return None
@@ -136,6 +138,18 @@ class Glance:
         credit = self._runs.credited(whole, mixture) if self._drops else credit
         as_among_few = self._as_among_few((few.losses, each), (whole.losses, credit[-1]), level, rows)
         return whole if as_among_few else None
+
+    def _drops_alike(self, sites: Sites, few: TapedRun, whole: TapedRun) -> bool:
+        """Whether dropout is that of few rows, and with it the rarest row has the loss that it has in the whole batch
+        among copies of itself, too."""
+        samples, i = count_of(self._batch), self._kept[ROWS // 2]
+        mode = DroppingTape(
+            self._runs.subject.parameters, None, sites, samples, lenient=True, masks=masks_of(whole.tape)
+        )
+        start = None if self._own is None else self._own.before
+        losses = self._runs.losses(mode, take(self._batch, [i] * samples), start).detach()
+        self._surroundings.compare(whole.left, self._surroundings.left_behind())
+        return same(whole.losses[i], losses[i]) and (self._draws or drop_alike(few.tape, whole.tape))
 
     def _as_among_few_that_drew_alike(self, whole: TapedRun, level: Sequence[float], rows: Any) -> bool:
         """The same of a model that draws: few rows are given what was drawn for them in the whole batch."""

@@ -30,9 +30,9 @@ from dpscale.engine.verify.collation import Alone, farness
 from dpscale.engine.verify.credit import among
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS, Obstacle, places
-from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped
+from dpscale.engine.verify.probe import DrewUnseen, Growth, Numbered, Probe, Undropped, drop_alike
 from dpscale.engine.verify.randomness import own_randomness
-from dpscale.engine.verify.refusals import BACKWARD, EACH_TIME, SEEDED, Refusals
+from dpscale.engine.verify.refusals import BACKWARD, EACH_TIME, RATE, SEEDED, Refusals
 from dpscale.engine.verify.rows import Features, count_of, extreme_rows, neutral, odd_among, replaced, take
 from dpscale.engine.verify.runs import Runs, Subject
 from dpscale.engine.verify.values import (
@@ -113,6 +113,7 @@ class Look:
         self._refusals = Refusals(self._runs, self._rows)
         self._probes: list[Probe] = []
         self._moved: tuple[Any, Any, int] | None = None
+        self._grown: list[Tensor] = []  # losses of the rows, and with one of them once more
         self._drops, self._eps, self._odd = False, 0.0, set[int]()
 
     def __call__(self) -> Finding:
@@ -150,6 +151,7 @@ class Look:
         others = [self._in_other_company(i, base, losses, left) for i in range(ROWS)]
         empty = self._among_nothing(base, losses, left)
         alone = self._alone(base, losses)
+        self._require_grown(base.eps)
         self._collated()
         self._require_no_count(losses)
         self._at_other_draws(base)
@@ -192,17 +194,30 @@ class Look:
 
     def _growth(self) -> Growth:
         """Which tensors have a row for each sample."""
-        few, more = self._runs.numbered(), self._runs.numbered()
-        for mode, data in ((few, self._rows), (more, take(self._rows, [*range(ROWS), 0]))):
+        few, places = self._runs.numbered(), [*range(ROWS), 0]
+        more = self._runs.numbered(draws=(few.draws, places, ROWS))
+        self._grown = []
+        for mode, data in ((few, self._rows), (more, take(self._rows, places))):
             try:
-                self._runs.losses(mode, data)
+                self._grown.append(self._runs.losses(mode, data).detach())
             except (UnsupportedModel, DrewUnseen):
                 raise
             except Exception as error:
                 self._blame(error)
             finally:
                 self._surroundings.restore()
+        if not (few.draws_freely or self._runs.drew or drop_alike(few, more)):
+            raise UnsupportedModel(RATE.format(ROWS, ROWS + 1))
+        if more.unmatched or self._runs.drew or self._runs.drew_own:
+            self._grown = []
         return Growth(few.ran, more.ran)
+
+    def _require_grown(self, eps: float) -> None:
+        """Among one row more each row has the loss that it has: of odd and even numbers of rows one was seen."""
+        if self._grown:
+            few, more = self._grown
+            for k in range(ROWS):
+                self._refusals.require_near(k, few, ROWS, more[k], ROWS + 1, eps, more)
 
     def _blame(self, error: Exception) -> None:
         """A model that fails on its own batch is not for us to judge; one that fails on fewer rows only, is."""

@@ -46,7 +46,7 @@ class Undropped(ParameterOps):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs, _ = _without_hidden_dropout(func, args, kwargs or {})
+        args, kwargs, _ = _without_hidden_dropout(self, func, args, kwargs or {})
         inside = self.enter(func, args)
         return _undropped(func, args, kwargs) if inside is None else inside(*args, **kwargs)
 
@@ -57,7 +57,7 @@ class UndroppedTape(Tape):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs, _ = _without_hidden_dropout(func, args, kwargs or {})
+        args, kwargs, _ = _without_hidden_dropout(self, func, args, kwargs or {})
         inside = self.enter(func, args)
         if inside is not None:
             return inside(*args, **kwargs)
@@ -65,10 +65,12 @@ class UndroppedTape(Tape):
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Tape it; dropout on a parameter drops nothing."""
+        _drops(self, func, args, kwargs)
         return super().meet(func, *_dropping_nothing(func, args, kwargs))
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it; dropout is left out."""
+        _drops(self, func, args, kwargs)
         return _undropped(func, args, kwargs)
 
 
@@ -109,7 +111,9 @@ class DroppingTape(Tape):
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it; of a dropout keep the mask, or take the one that is given."""
         name = getattr(func, "__name__", "")
-        if name not in _MASKING or not args or not _drops(func, args, kwargs) or not _in_memory(x := args[0]):
+        _without_hidden_dropout(self, func, args, kwargs)  # which is noted
+        drops = _drops(self, func, args, kwargs)
+        if name not in _MASKING or not args or not drops or not _in_memory(x := args[0]):
             return super().pass_by(func, args, kwargs)
         call, before = (name, args[1:], kwargs, x.shape, x.stride(), x.dtype), torch.default_generator.get_state()
         known = self._given[len(self.masks)] if len(self.masks) < len(self._given) else None
@@ -120,6 +124,11 @@ class DroppingTape(Tape):
             known = Mask(call, before, mask, torch.default_generator.get_state())
         self.masks.append(known)
         return x.mul_(known.mask) if name.endswith("_") else x * known.mask
+
+    def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tape it."""
+        _drops(self, func, args, kwargs)
+        return super().meet(func, args, kwargs)
 
 
 _WRITTEN_IN_PYTHON = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
@@ -148,10 +157,11 @@ def _takes_tf32(func: Callable[..., Any]) -> bool:
 
 
 def _undropped(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation; a dropout gives what it was given."""
+    """Run an operation; a dropout gives what it was given, in memory of its own, which may be written to."""
     name = getattr(func, "__name__", "")
     if name in _DROPOUT:
-        return args[0]
+        in_place = name.endswith("_") or kwargs.get("inplace", args[3] if len(args) > 3 else False)
+        return args[0] if in_place else args[0].clone()
     if name in ("rrelu", "rrelu_"):  # draws for some entries only: its mean slope in its place
         return torch.nn.functional.leaky_relu(args[0], 11 / 48)
     return func(*args, **kwargs)
@@ -166,12 +176,19 @@ def _dropping_nothing(
     return (args[0], 0.0, *args[2:]), {name: value for name, value in kwargs.items() if name != "p"}
 
 
-def _drops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a dropout would drop anything."""
-    if getattr(func, "__name__", "") not in _DROPOUT:
+def _drops(mode: ParameterOps, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a dropout would drop anything; what it was asked for is noted."""
+    name = getattr(func, "__name__", "")
+    if name not in _DROPOUT:
         return False
-    p, train = (*args[1:3], *(kwargs.get(name, True) for name in ("p", "train")[len(args[1:3]) :]))
+    p, train = (*args[1:3], *(kwargs.get(key, True) for key in ("p", "train")[len(args[1:3]) :]))
+    mode.dropouts.append((name.rstrip("_"), float(p), bool(train)))
     return bool(train) and bool(p)
+
+
+def drop_alike(ours: ParameterOps, theirs: ParameterOps) -> bool:
+    """Whether two runs asked for the same dropouts, as far as both have seen the same ones."""
+    return len(ours.dropouts) != len(theirs.dropouts) or ours.dropouts == theirs.dropouts
 
 
 class DrewUnseen(Exception):
@@ -228,7 +245,7 @@ class Numbered(ParameterOps):
             return inside(*args, **kwargs)
         index = len(self.ran)
         inputs = _shapes((*args, *kwargs.values()))
-        args, kwargs, hidden = _without_hidden_dropout(func, args, kwargs)
+        args, kwargs, hidden = _without_hidden_dropout(self, func, args, kwargs)
         self.ran.append(RanOp(func, inputs, ()))
         before = None
         if self._seed is not None:
@@ -284,7 +301,7 @@ class Numbered(ParameterOps):
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run it; dropout is left out."""
-        self.drops |= _drops(func, args, kwargs)
+        self.drops |= _drops(self, func, args, kwargs)
         return _undropped(func, args, kwargs)
 
     def drawn_inside(self) -> None:
@@ -299,7 +316,7 @@ class Numbered(ParameterOps):
         if mine is made or mine.data_ptr() == made.data_ptr():
             return out
         if made.requires_grad:
-            self.unmatched = True
+            made.data.copy_(mine)  # what it was drawn by keeps its part in the graph
             return out
         return made.copy_(mine)
 
@@ -326,12 +343,13 @@ class Numbered(ParameterOps):
 
 
 def _without_hidden_dropout(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: ParameterOps, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """A call without the dropout of attention, whose mask cannot be seen; and whether there was any."""
+    """A call without the dropout of attention, whose mask cannot be seen; and whether there was any, which is noted."""
     if getattr(func, "__name__", "") != "scaled_dot_product_attention":
         return args, kwargs, False
     p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    mode.dropouts.append(("attention", float(p), True))
     args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
     return args, {k: 0.0 if k == "dropout_p" else v for k, v in kwargs.items()}, p > 0
 
@@ -358,6 +376,7 @@ class Probe(Numbered, Tape):
 
     def meet(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Tape it; dropout on a parameter drops nothing."""
+        self.drops |= _drops(self, func, args, kwargs)
         return Tape.meet(self, func, *_dropping_nothing(func, args, kwargs))
 
     def pass_by(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

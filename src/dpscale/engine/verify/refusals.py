@@ -23,6 +23,11 @@ EACH_TIME = (
     "buffer, or hand it over with the batch."
 )
 
+RATE = (
+    "Dropout goes by the batch: whether it drops, or at which rate, is another among {} rows than among {}. Give every "
+    "batch the same rate."
+)
+
 SEEDED = (
     "The forward seeds torch's generator by what is in the samples (torch.manual_seed): what is drawn then, for every "
     "sample and at the next step, depends on all of them. Seed outside of the forward, by a number that does not come "

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dpscale.engine.compat import is_sharded, registered, version
 from dpscale.engine.errors import UnsupportedModel
 from dpscale.engine.identity import Variable, variables_of
-from dpscale.engine.modules import COUNTED, COUNTERS, PLAIN, is_integer_scalar
+from dpscale.engine.modules import CHANGED, COUNTED, COUNTERS, PLAIN, is_integer_scalar
 from dpscale.engine.verify.randomness import host_states, random_states, set_random_states, torch_states
 
 _ENTRIES = 1024  # of one container that are looked into
@@ -242,8 +242,10 @@ class Surroundings:
                 "GroupNorm: dpscale.fix(model)), stop the update, or return the value from the forward instead."
             )
         for path, t, _, _ in self._tensors:
-            if is_integer_scalar(t) and not _equal(self._before.get(path), ours.get(path)):
-                COUNTERS[t] = True
+            if path in ours and not _equal(self._before.get(path), ours[path]):
+                CHANGED[t] = True
+                if is_integer_scalar(t):
+                    COUNTERS[t] = True
 
     def _walk(self) -> Iterator[tuple[str, Any]]:
         """Every value that is reached, each object once, with a path to it."""

@@ -17,8 +17,8 @@ from dpscale.engine.tape.tape import Sites, Tape
 from dpscale.engine.verify.credit import TapedRun, by_row, coarseness, levels
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS, Obstacle
-from dpscale.engine.verify.probe import DroppingTape, Mask, Numbered, UndroppedTape, masks_of
-from dpscale.engine.verify.refusals import Refusals
+from dpscale.engine.verify.probe import DroppingTape, Mask, Numbered, UndroppedTape, drop_alike, masks_of
+from dpscale.engine.verify.refusals import RATE, Refusals
 from dpscale.engine.verify.rows import count_of, odd_among, replaced, take
 from dpscale.engine.verify.runs import Runs
 from dpscale.engine.verify.values import Gradient, added, apart, near, reshaped, rounding, size
@@ -123,6 +123,8 @@ class WholeBatch:
             return replace(ours, astray=run.astray, odd=odd)
         own = None if self._own is None else self._own(self._known, self._runs.surroundings, self._runs.seed)
         run = own or self._runs.taped(DroppingTape, self._known, self._batch, weighted=True)
+        if not self._draws and not drop_alike(self._base, run.tape):
+            raise UnsupportedModel(RATE.format(ROWS, self._samples))
         start = None if self._own is None or own is None else self._own.before
         credit, masks = self._credited(run, weights), masks_of(run.tape)
         return _Whole(run.losses, run.left, credit, coarseness(run), run.astray, start, masks=masks)
