@@ -198,11 +198,17 @@ class Engine:
             return combine({}, rule, mask, parameters, torch.zeros(0, dtype=dtype, device=device))
 
         def run(data: Any) -> Tensor:
-            return check_losses(self._apart(loss_fn, data), batch_size(data)[0])
+            versions = _versions(data)
+            losses = check_losses(loss_fn(model, data), batch_size(data)[0])
+            self._writes_data |= _versions(data) != versions
+            return losses
 
-        def again_from(data: Any) -> Tensor:
+        def run_apart(data: Any) -> Tensor:  # looks copy what they run on
+            return run(copied(data) if self._writes_data else data)
+
+        def run_again(data: Any) -> Tensor:
             self.counts.restore()
-            return run(data)
+            return run_apart(data)
 
         subject = Subject(model, parameters, run, loss_fn)
         looks = self._schedule.looks
@@ -222,7 +228,7 @@ class Engine:
                 try:
                     if compiled is not None:
                         out = compiled(
-                            setting, run, batch, rule, mask, points, self._sites, keep=keep, meanwhile=meanwhile,
+                            setting, run_apart, batch, rule, mask, points, self._sites, keep=keep, meanwhile=meanwhile,
                             begin=self.counts.restore,
                         )  # fmt: skip
                         if out is not None:
@@ -230,7 +236,7 @@ class Engine:
                         _require_unwritten(batch, versions)
                     counting = points and [(c, w) for c, w in points if c != 0]
                     with waiting("computing", on=True) if checked else nullcontext():
-                        evaluated = evaluated or evaluate(parameters, again_from, batch, self._sites, mask, counting)
+                        evaluated = evaluated or evaluate(parameters, run_again, batch, self._sites, mask, counting)
                         return self._weighed(parameters, evaluated, rule, mask, change)
                 except (UnknownOperation, PassedBy):
                     evaluated = None
@@ -239,16 +245,7 @@ class Engine:
                         self.look(subject, batch, mask, kind, rows)
         if kind not in self._obstacles:
             self._note_change()
-        return sum_by_sample(model, parameters, again_from, batch, rule, mask, points, change)
-
-    def _apart(self, loss_fn: LossFn, data: Any) -> Any:
-        """The losses of a batch; of a forward that was seen to write into what it is given, of a copy."""
-        if self._writes_data:
-            return loss_fn(self.model, copied(data))
-        versions = _versions(data)
-        losses = loss_fn(self.model, data)
-        self._writes_data = _versions(data) != versions
-        return losses
+        return sum_by_sample(model, parameters, run_again, batch, rule, mask, points, change)
 
     def trust(
         self, subject: Subject, found: Structure, batch: Any, mask: Tensor, rows: Features | None = None,

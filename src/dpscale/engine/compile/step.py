@@ -187,7 +187,7 @@ class Compiled:
         return self._takes[rows]
 
     def __call__(
-        self, batch: Any, mask: Tensor, coefficients: Sequence[float], begin: Callable[[], None]
+        self, batch: Any, mask: Tensor, coefficients: Sequence[float], begin: Callable[[], None] = lambda: None
     ) -> list[Tensor]:
         """The gradients by name, and (3, B) norms, weights and losses of a batch of the example's shape.
 

@@ -151,7 +151,6 @@ class Look:
         others = [self._in_other_company(i, base, losses, left) for i in range(ROWS)]
         empty = self._among_nothing(base, losses, left)
         alone = self._alone(base, losses)
-        self._require_grown(base.eps)
         self._collated()
         self._require_no_count(losses)
         self._at_other_draws(base)
@@ -171,6 +170,7 @@ class Look:
                 i, theirs = alone
                 self._refusals.require_credit_near(each[i], theirs, _one(i), 1, base.eps)
             self._whole_batch(base, losses, each, _known(base, sites))
+            self._require_grown(base.eps)
         except Obstacle as obstacle:
             self._give_up_own()
             self._whole_batch(base, losses, sent, None)
