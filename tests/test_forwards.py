@@ -260,13 +260,18 @@ def test_an_optimizer_that_calls_backward_inside_its_step_is_told():
     x, y = samples(40)
     model = Two()
 
-    class Own(torch.optim.SGD):
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1})
+
         def step(self, closure=None):
             F.cross_entropy(model(x), y).backward()
-            return super().step(closure)
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p -= 0.1 * p.grad
 
     plan = dpscale.Plan(scaling=dpscale.Clip(C=1.0), sampling=dpscale.FullBatch(size=40), steps=3, noise_multiplier=1.0)
-    run = dpscale.privatize(model, Own(model.parameters(), lr=0.1), plan, seed=0)
-    with pytest.raises(RuntimeError, match=r"inside its own step|plain backward"):
+    run = dpscale.privatize(model, Own(model.parameters()), plan, seed=0)
+    with pytest.raises(RuntimeError, match=r"inside its own step\(\)"):
         for batch in run.batches(TensorDataset(x, y)):
             run.step(batch, loss_fn)
