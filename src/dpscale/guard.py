@@ -125,7 +125,7 @@ class Guard:
     def applied(self, parameters: Sequence[Tensor]) -> None:
         """A step over these was made. Gradients that came after the last look at them were made in it."""
         if not self._public:
-            inside = not self._plain.isdisjoint(map(id, parameters))
+            inside = any(p.grad is not None and id(p) in self._plain for p in parameters)
             self._plain.difference_update(map(id, parameters))
             self.unapplied = False
             self._stepped()

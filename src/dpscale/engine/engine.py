@@ -51,7 +51,7 @@ from dpscale.engine.verify.glance import Glance
 from dpscale.engine.verify.look import Finding, Look
 from dpscale.engine.verify.own import OwnRun
 from dpscale.engine.verify.places import ROWS
-from dpscale.engine.verify.rows import Features, choose, copied, count_of, features, replaced, take
+from dpscale.engine.verify.rows import Features, anew, choose, copied, count_of, features, replaced, take
 from dpscale.engine.verify.runs import Subject
 from dpscale.engine.verify.schedule import Due, Schedule
 from dpscale.scaling import Scaling
@@ -204,7 +204,7 @@ class Engine:
             return losses
 
         def run_apart(data: Any) -> Tensor:  # looks copy what they run on
-            return run(copied(data) if self._writes_data else data)
+            return run(copied(data) if self._writes_data else anew(data))
 
         def run_again(data: Any) -> Tensor:
             self.counts.restore()

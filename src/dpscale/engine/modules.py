@@ -35,8 +35,8 @@ _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 COUNTERS: Any = WeakTensorKeyDictionary()
 """Buffers of one whole number or truth that a forward was seen to change by itself, of any model."""
 
-CHANGED: Any = WeakTensorKeyDictionary()
-"""Buffers of any model that a forward was seen to change by itself, those of `COUNTERS` among them."""
+CHANGED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Buffers that a forward was seen to change by itself, or to exchange for others, by their module."""
 
 COUNTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Attributes, whole numbers, that a forward was seen to change by itself, by their module."""
@@ -53,9 +53,11 @@ class Counts:
     """
 
     def __init__(self, model: nn.Module, *, unseen: bool = False) -> None:
-        known = bool(unseen or len(CHANGED) or COUNTED)
-        buffers = [b for b in model.buffers() if unseen or b in CHANGED] if known else []
-        self._buffers: list[tuple[Tensor, Tensor]] = [(b, b.detach().clone()) for b in buffers]
+        known = bool(unseen or CHANGED or COUNTED)
+        self._buffers = [
+            (m, name, b, b.detach().clone()) for m in (model.modules() if known else ())
+            for name, b in m.named_buffers(recurse=False) if unseen or name in CHANGED.get(m, ())
+        ]  # fmt: skip
         self._attributes = [
             (m, name, value) for m in (model.modules() if known else ()) for name, value in vars(m).items()
             if type(value) is int and (unseen or name in COUNTED.get(m, ()))
@@ -63,9 +65,10 @@ class Counts:
 
     def restore(self) -> None:
         """Before a forward."""
-        for b, value in self._buffers:
-            if b in CHANGED:
+        for module, name, b, value in self._buffers:
+            if name in CHANGED.get(module, ()):
                 b.data.copy_(value)
+                setattr(module, name, b)
         for module, name, number in self._attributes:
             if name in COUNTED.get(module, ()):
                 setattr(module, name, number)

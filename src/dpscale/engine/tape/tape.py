@@ -332,7 +332,7 @@ class ParameterOps(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.keys: dict[int, str] = {}
-        self.dropouts: list[tuple[str, float, bool]] = []  # met by modes that look after them: which, rate, in training
+        self.dropouts: list[tuple[Any, ...]] = []  # and other draws, as they were asked for, where a mode notes them
         self._entered: list[Function] = []
 
     def __enter__(self) -> Self:

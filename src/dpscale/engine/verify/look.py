@@ -206,8 +206,8 @@ class Look:
                 self._blame(error)
             finally:
                 self._surroundings.restore()
-        if not (few.draws_freely or self._runs.drew or drop_alike(few, more)):
-            raise UnsupportedModel(RATE.format(ROWS, ROWS + 1))
+        if not (self._runs.drew or drop_alike(few, more)):
+            raise UnsupportedModel(RATE)
         if more.unmatched or self._runs.drew or self._runs.drew_own:
             self._grown = []
         return Growth(few.ran, more.ran)
@@ -252,6 +252,8 @@ class Look:
             except Exception:  # rows that were put together need not be such as the model takes
                 self._surroundings.restore()
                 continue
+            if not (self._runs.drew or drop_alike(base, mode)):
+                raise UnsupportedModel(RATE)
             self._settle(base, mode, data, ours, losses, i, left)
             odd = _odd_beside(losses, i)
             if found is None or not odd:

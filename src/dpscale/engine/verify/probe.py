@@ -186,6 +186,11 @@ def _drops(mode: ParameterOps, func: Callable[..., Any], args: tuple[Any, ...], 
     return bool(train) and bool(p)
 
 
+def _numbers(values: Iterable[Any]) -> list[float]:
+    """What an operation is asked to draw by; whole numbers are sizes."""
+    return [value for value in values if type(value) is float]
+
+
 def drop_alike(ours: ParameterOps, theirs: ParameterOps) -> bool:
     """Whether two runs asked for the same dropouts, as far as both have seen the same ones."""
     return len(ours.dropouts) != len(theirs.dropouts) or ours.dropouts == theirs.dropouts
@@ -260,6 +265,7 @@ class Numbered(ParameterOps):
         if met and (hidden or drew):
             self.drawn_inside()
         if drew:
+            self.dropouts.append((getattr(func, "__name__", ""), *_numbers((*args, *kwargs.values()))))
             made = out = self._drawn(made, out)
             self._drew += 1
             self.draws_freely = True

@@ -24,8 +24,8 @@ EACH_TIME = (
 )
 
 RATE = (
-    "Dropout goes by the batch: whether it drops, or at which rate, is another among {} rows than among {}. Give every "
-    "batch the same rate."
+    "Dropout goes by the batch, or what else the forward draws: whether, at which rate, or with which mean or spread "
+    "is another for other rows, or for another number of them. Draw alike for every batch."
 )
 
 SEEDED = (

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpscale.engine import native
-from dpscale.engine.arguments import has_rows, over_rows, tensors_in
+from dpscale.engine.arguments import has_rows, over_rows, plain_tensors, tensors_in
 from dpscale.engine.compat import version
 
 Features = NDArray[np.float64]
@@ -159,6 +159,11 @@ def take(batch: Any, rows: Sequence[int]) -> Any:
 def copied(batch: Any) -> Any:
     """The batch in memory of its own: a forward may write into what it is given."""
     return over_rows(batch, lambda rows: rows.clone() if isinstance(rows, Tensor) else rows)
+
+
+def anew(batch: Any) -> Any:
+    """The batch in containers of its own: a forward may put something else in its place."""
+    return batch if type(batch) is tuple and plain_tensors(batch) is not None else over_rows(batch, lambda rows: rows)
 
 
 def neutral(batch: Any) -> Any:

@@ -242,10 +242,13 @@ class Surroundings:
                 "GroupNorm: dpscale.fix(model)), stop the update, or return the value from the forward instead."
             )
         for path, t, _, _ in self._tensors:
-            if path in ours and not _equal(self._before.get(path), ours[path]):
-                CHANGED[t] = True
-                if is_integer_scalar(t):
-                    COUNTERS[t] = True
+            if is_integer_scalar(t) and not _equal(self._before.get(path), ours.get(path)):
+                COUNTERS[t] = True
+        for module_name, module in self._model.named_modules():
+            for name, _ in module.named_buffers(recurse=False):
+                path = ".".join(filter(None, ("model", module_name, name)))
+                if path in ours and not _equal(self._before.get(path), ours[path]):
+                    CHANGED.setdefault(module, set()).add(name)
 
     def _walk(self) -> Iterator[tuple[str, Any]]:
         """Every value that is reached, each object once, with a path to it."""

@@ -124,7 +124,7 @@ class WholeBatch:
         own = None if self._own is None else self._own(self._known, self._runs.surroundings, self._runs.seed)
         run = own or self._runs.taped(DroppingTape, self._known, self._batch, weighted=True)
         if not self._draws and not drop_alike(self._base, run.tape):
-            raise UnsupportedModel(RATE.format(ROWS, self._samples))
+            raise UnsupportedModel(RATE)
         start = None if self._own is None or own is None else self._own.before
         credit, masks = self._credited(run, weights), masks_of(run.tape)
         return _Whole(run.losses, run.left, credit, coarseness(run), run.astray, start, masks=masks)
@@ -142,6 +142,8 @@ class WholeBatch:
             return _Whole(run.losses, run.left, self._credited(run, weights), coarseness(run))
         mode = runs.numbered()
         losses = runs.losses(mode, data, start)
+        if self._known is not None and not (runs.drew or drop_alike(self._base, mode)):
+            raise UnsupportedModel(RATE)
         credit: list[Gradient] = []
         if self._known is not None:
             credit = [runs.gradient(losses, [each.get(i, 0.0) for i in range(len(losses))]) for each in weights]
