@@ -1,6 +1,8 @@
 """What an eighth attack got past the step: forwards that write, that count, and whose dropout goes by the batch."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -185,6 +187,16 @@ def test_a_draw_counts_once_in_parts_of_a_loop_of_ones_own_and_sample_by_sample(
         run.step(batch, loss_fn)
     assert int(model.count) == 3
     assert run.about()["checks"]["runs sample by sample"] == "yes"
+
+
+def test_what_is_remembered_of_counts_keeps_no_model_alive():
+    model = Counts()
+    for _ in range(2):
+        dpscale.scaled_sum(model, loss_fn, samples(8), dpscale.Clip(C=1.0))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 BY_NUMBER = {

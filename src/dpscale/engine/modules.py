@@ -46,7 +46,7 @@ class Counts:
     """What the forwards of a model change by themselves, as it was before the first one of a draw.
 
     How many forwards a draw takes may depend on its samples: in how many parts it goes, whether one is not finite.
-    Each begins with the same counts, so the model counts draws.
+    Each begins with the same counts, so the model counts draws. It keeps no module alive.
 
     Args:
         unseen: remember what no look has seen to change yet, too.
@@ -55,22 +55,22 @@ class Counts:
     def __init__(self, model: nn.Module, *, unseen: bool = False) -> None:
         known = bool(unseen or CHANGED or COUNTED)
         self._buffers = [
-            (m, name, b, b.detach().clone()) for m in (model.modules() if known else ())
+            (weakref.ref(m), name, b, b.detach().clone()) for m in (model.modules() if known else ())
             for name, b in m.named_buffers(recurse=False) if unseen or name in CHANGED.get(m, ())
         ]  # fmt: skip
         self._attributes = [
-            (m, name, value) for m in (model.modules() if known else ()) for name, value in vars(m).items()
-            if type(value) is int and (unseen or name in COUNTED.get(m, ()))
+            (weakref.ref(m), name, value) for m in (model.modules() if known else ())
+            for name, value in vars(m).items() if type(value) is int and (unseen or name in COUNTED.get(m, ()))
         ]  # fmt: skip
 
     def restore(self) -> None:
         """Before a forward."""
-        for module, name, b, value in self._buffers:
-            if name in CHANGED.get(module, ()):
+        for held, name, b, value in self._buffers:
+            if (module := held()) is not None and name in CHANGED.get(module, ()):
                 b.data.copy_(value)
                 setattr(module, name, b)
-        for module, name, number in self._attributes:
-            if name in COUNTED.get(module, ()):
+        for held, name, number in self._attributes:
+            if (module := held()) is not None and name in COUNTED.get(module, ()):
                 setattr(module, name, number)
 
 
