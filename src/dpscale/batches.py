@@ -79,6 +79,10 @@ class Batch:
         """The batch in pinned memory."""
         return self._changed(lambda data: over_rows(data, lambda t: t.pin_memory() if hasattr(t, "pin_memory") else t))
 
+    def rows_in(self, part: slice) -> Features | None:
+        """Of some of its rows."""
+        return None if self.rows is None else self.rows[part]
+
     def __len__(self) -> int:
         return len(self.data)
 

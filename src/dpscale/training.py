@@ -406,7 +406,7 @@ class Private:
         for start in range(0, count, size):
             part = slice(start, min(start + size, count))
             own = part_of(batch.data, slice(part.start * each, part.stop * each), draw.rows)
-            rows = None if batch.rows is None else batch.rows[part]
+            rows = batch.rows_in(part)
             if draw.mask.any():
                 self._engine.recorder.start(part.stop - part.start, rows, each, tensors_in(own))
             if start:
@@ -521,7 +521,7 @@ class Private:
                     keep=len(split) > 1 and not parts, change=remember if self._state.per_sample else None,
                     singles=None if parts else batch.singles, rest=rest, meanwhile=self._meanwhile,
                     counts=None if found else self._engine.counts, found=found.pop() if found else None,
-                    rows=None if batch.rows is None else batch.rows[rows],
+                    rows=batch.rows_in(rows),
                 )  # fmt: skip
 
             try:
